@@ -1,0 +1,290 @@
+"""What there is to learn from: a name or a folder -> tensors in memory.
+
+    data = load("glyphs")      # drawn on the spot
+    data.x[data.train]         # uint8 [12000, 1, 28, 28]
+
+All samples sit in one pool, and whatever else there is (a client, a test set, a domain) is a tensor of indices
+into it: ten thousand clients cost ten thousand small tensors and not one copy of an image.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torchvision
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.functional import InterpolationMode
+from torchvision.transforms.functional import rotate as rotate_images
+from tqdm import tqdm
+
+from common import UserError
+from common.glyphs import glyphs
+
+NAMES = ["glyphs", "mnist", "fmnist", "emnist", "cifar10", "cifar100", "gtsrb", "shakespeare"]
+IMAGES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".webp", ".tif", ".tiff", ".gif"}
+
+
+@dataclass
+class Dataset:
+    """A pool of N samples.
+
+    x        images: uint8 [N, channels, height, width]; text: uint8 [N, 80], indices into `classes`
+    y        labels, int64 [N], indices into `classes`
+    train    positions in the pool of the standard training samples, int64 [N_train]
+    test     likewise of the standard test samples; empty where the data set comes without a test set
+    domain   int64 [N], indices into `domains`; None where the data set knows no domains
+    """
+
+    name: str
+    x: Tensor
+    y: Tensor
+    train: Tensor
+    test: Tensor
+    classes: list[str]
+    domain: Tensor | None = None
+    domains: list[str] = field(default_factory=list)
+
+
+def load(
+    name: str, root: str | Path = "data", image_size: int = 96, rotate: Sequence[float] = (), seed: int = 0
+) -> Dataset:
+    """The data set called `name`, or the one in the folder or text file of that path.
+
+    root        where data sets are looked for, downloaded to and cached
+    image_size  height and width to which a folder's images are scaled
+    rotate      angles in degrees, counter-clockwise: the images are dealt at random into as many disjoint parts of
+                equal size, each rotated by its angle, and the angle becomes the domain
+    seed        of that deal
+
+    Raises UserError where there is no such data set, or where it can be neither read nor downloaded.
+    """
+    path = Path(name)
+    if name == "glyphs":
+        data = Dataset(name, **glyphs())
+    elif name == "shakespeare":
+        data = plays(_shakespeare_file(Path(root)))
+    elif name == "cifar10" and not (Path(root) / "cifar-10-batches-py").exists() and (Path(root) / "cifar10").is_dir():
+        data = image_folder(Path(root) / "cifar10", Path(root) / "cache", 32)
+    elif name in NAMES:
+        data = _from_torchvision(name, Path(root))
+    elif path.is_dir():
+        data = image_folder(path, Path(root) / "cache", image_size)
+    elif path.is_file():
+        data = plays(path)
+    else:
+        raise UserError(f"no data set {name!r}: choose from {', '.join(NAMES)}, or give the path of a folder of images")
+    return rotated(data, rotate, seed) if rotate else data
+
+
+# --------------------------------------------------------------------------------------------------- rotation
+
+
+def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
+    """Deals the images into len(angles) disjoint parts, training and test images alike, and rotates each part.
+
+    Angles are in degrees, counter-clockwise; bilinear, corners filled with zeros (Guo et al., section F.1: Rotated
+    MNIST; Zhang et al., section 4). The angle takes the place of the data set's own domain. Raises UserError for text.
+    """
+    if data.x.dim() != 4:
+        raise UserError(f"--rotate is for images; {data.name} is text")
+    if len(set(angles)) < len(angles):
+        raise UserError(f"--rotate names an angle twice: {' '.join(f'{a:g}' for a in angles)}")
+    g = torch.Generator().manual_seed(seed)
+    x, domain = data.x.clone(), torch.empty_like(data.y)
+    for part in (data.train, data.test):
+        for d, dealt in enumerate(part[torch.randperm(len(part), generator=g)].tensor_split(len(angles))):
+            domain[dealt] = d
+            for batch in dealt.split(2000):
+                x[batch] = rotate_images(x[batch], angles[d], InterpolationMode.BILINEAR)
+    return replace(data, x=x, domain=domain, domains=[f"{a:g}" for a in angles])
+
+
+# -------------------------------------------------------------------------------------- data sets of torchvision
+
+
+def _from_torchvision(name: str, root: Path) -> Dataset:
+    """A data set that torchvision knows, downloaded into `root` where it is not there yet."""
+    make = {
+        "mnist": torchvision.datasets.MNIST,
+        "fmnist": torchvision.datasets.FashionMNIST,
+        "emnist": lambda root, **kwargs: torchvision.datasets.EMNIST(root, split="digits", **kwargs),
+        "cifar10": torchvision.datasets.CIFAR10,
+        "cifar100": torchvision.datasets.CIFAR100,
+        "gtsrb": lambda root, train, **kwargs: torchvision.datasets.GTSRB(root, "train" if train else "test", **kwargs),
+    }[name]
+    try:
+        train, test = (make(str(root), train=train, download=True) for train in (True, False))
+        (x_train, y_train), (x_test, y_test) = _arrays(train), _arrays(test)
+    except Exception as e:  # torchvision raises anything from URLError to AssertionError over a bad or absent file
+        raise UserError(
+            f"{name} is not in {root}/ and could not be downloaded or read ({type(e).__name__}: {e}): without a "
+            f"network, copy the files of torchvision's {name} there, or name their folder with --data-dir"
+        ) from e
+    x = torch.cat([x_train, x_test])
+    if name == "emnist":
+        x = x.transpose(2, 3)  # its files hold each image mirrored at the diagonal
+    classes = getattr(train, "classes", None) or [str(c) for c in range(int(y_train.max()) + 1)]
+    pool, n_train = torch.arange(len(x)), len(x_train)
+    classes = classes[-10:] if name == "emnist" else classes
+    return Dataset(name, x.contiguous(), torch.cat([y_train, y_test]), pool[:n_train], pool[n_train:], list(classes))
+
+
+def _arrays(dataset) -> tuple[Tensor, Tensor]:
+    """Images, uint8 [N, channels, height, width], and labels, int64 [N], of one of torchvision's data sets."""
+    if not hasattr(dataset, "data"):  # GTSRB: files of many sizes
+        paths, labels = zip(*dataset._samples, strict=True)
+        return _decode([Path(p) for p in paths], 32), torch.tensor(labels)
+    x = torch.as_tensor(dataset.data)
+    x = x.unsqueeze(1) if x.dim() == 3 else x.permute(0, 3, 1, 2)
+    return x, torch.as_tensor(dataset.targets)
+
+
+# ------------------------------------------------------------------------------------------- folders of images
+
+
+def image_folder(folder: Path, cache: Path, image_size: int) -> Dataset:
+    """Images of a folder `train/<class>` and `test/<class>`, or `<domain>/<class>` (then without a test set).
+
+    They are decoded once, scaled to image_size x image_size, and kept as one file in the folder `cache` until a
+    file's name, size or date in the folder changes. Raises UserError where the folder is empty, mixes the two
+    layouts, has a class on one side only, or holds an image that cannot be read.
+    """
+    parts = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    files = {
+        part: {c.name: sorted(f for f in c.iterdir() if f.suffix.lower() in IMAGES)
+               for c in sorted((folder / part).iterdir()) if c.is_dir()}
+        for part in parts
+    }  # fmt: skip
+    found = {part: {name: images for name, images in of_class.items() if images} for part, of_class in files.items()}
+    found = {part: of_class for part, of_class in found.items() if of_class}
+    if not found:
+        raise UserError(f"{folder} holds no images as train/<class>/*, test/<class>/* or <domain>/<class>/*")
+    has_test = "test" in found or "train" in found
+    if has_test and set(found) != {"train", "test"}:
+        raise UserError(f"{folder} must hold either train/ and test/ or one folder a domain, not {', '.join(found)}")
+    classes = sorted(set().union(*found.values()))
+    if has_test and (odd := set(found["train"]) ^ set(found["test"])):
+        raise UserError(f"{folder}: {', '.join(sorted(odd))} has images on one side of train/ and test/ only")
+
+    order = ["train", "test"] if has_test else list(found)
+    samples = [(f, classes.index(c), p) for p, part in enumerate(order) for c in found[part] for f in found[part][c]]
+    stats = [(str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns) for f, _, _ in samples]
+    key = hashlib.sha256(repr((image_size, stats)).encode()).hexdigest()[:16]
+    cached = cache / f"{folder.resolve().name}-{image_size}-{key}.pt"
+    if cached.exists():
+        x = torch.load(cached, weights_only=True, mmap=True)
+    else:
+        x = _decode([f for f, _, _ in samples], image_size)
+        cache.mkdir(parents=True, exist_ok=True)
+        for stale in cache.glob(f"{folder.resolve().name}-{image_size}-*.pt"):
+            stale.unlink()
+        torch.save(x, cached.with_suffix(".part"))
+        cached.with_suffix(".part").replace(cached)  # a run that is stopped here leaves no half a cache behind
+
+    y = torch.tensor([c for _, c, _ in samples])
+    part, pool = torch.tensor([p for _, _, p in samples]), torch.arange(len(samples))
+    if has_test:
+        return Dataset(folder.name, x, y, pool[part == 0], pool[part == 1], classes)
+    return Dataset(folder.name, x, y, pool, pool[:0], classes, part, order)
+
+
+def _decode(files: list[Path], image_size: int) -> Tensor:
+    """The images as uint8 [N, 3, image_size, image_size], decoded in parallel."""
+
+    def decode(file: Path) -> np.ndarray:
+        try:
+            with Image.open(file) as image:
+                return np.array(image.convert("RGB").resize((image_size, image_size), Image.BILINEAR))
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
+            raise UserError(f"{file} cannot be read as an image ({e}): mend or remove it") from e
+
+    x = torch.empty(len(files), image_size, image_size, 3, dtype=torch.uint8)
+    with ThreadPoolExecutor() as pool:  # threads: Pillow lets go of the interpreter while it decodes
+        for i, image in enumerate(tqdm(pool.map(decode, files), "decoding", len(files), unit=" images", leave=False)):
+            x[i] = torch.from_numpy(image)
+    return x.permute(0, 3, 1, 2).contiguous()
+
+
+# -------------------------------------------------------------------------------------------------------- text
+
+WINDOW = 80  # characters seen before the one to predict, as in LEAF
+STRIDE = 10  # characters from one window of a play to the next
+PLAYS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+PLAYS_MD5 = "6fb458f1232090904fb40fe944165e91"
+
+
+def _shakespeare_file(root: Path) -> Path:
+    """`shakespeare/input.txt` in root, downloaded if need be."""
+    file = root / "shakespeare" / "input.txt"
+    if not file.exists():
+        try:
+            torchvision.datasets.utils.download_url(PLAYS_URL, str(file.parent), file.name, PLAYS_MD5)
+        except Exception as e:
+            raise UserError(
+                f"{file} does not exist and could not be downloaded ({e}): without a network, put a text of plays "
+                "there, or name the folder that has it with --data-dir"
+            ) from e
+    return file
+
+
+def plays(file: Path) -> Dataset:
+    """Windows of 80 characters and the character that follows; the speaker is the domain.
+
+    `file` is a text in which each speech begins with a line `Speaker:` and ends with an empty line, or LEAF's JSON
+    (Caldas et al. 2018: `users`, and `user_data` with lists x and y). The last tenth of each speaker's windows is the
+    test set, and the training windows that overlap it are left out, as are speakers with too little text for both.
+    Raises UserError where the file is neither.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+        windows, stride = (_leaf_windows(text), 1) if file.suffix == ".json" else (_speech_windows(text), STRIDE)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+        raise UserError(f"{file} cannot be read as plays or as LEAF's JSON ({type(e).__name__}: {e})") from e
+    gap = WINDOW // stride
+    windows = {speaker: w for speaker, w in sorted(windows.items()) if len(w) * 9 // 10 > gap}
+    if not windows:
+        raise UserError(f"{file}: no speaker has enough text for training and testing under lines `Speaker:`")
+
+    rows, speaker, train, test = [], [], [], []
+    for s, said in enumerate(windows.values()):
+        first, cut, last = len(rows), len(rows) + len(said) * 9 // 10, len(rows) + len(said)
+        rows += said
+        speaker += [s] * len(said)
+        train += range(first, cut - gap)
+        test += range(cut, last)
+    points = np.frombuffer("".join(rows).encode("utf-32-le"), dtype=np.uint32)
+    alphabet, codes = np.unique(points, return_inverse=True)
+    if len(alphabet) > 256:
+        raise UserError(f"{file} uses {len(alphabet)} different characters; 256 fit")
+    codes = torch.from_numpy(codes.reshape(len(rows), WINDOW + 1))
+    return Dataset(
+        file.stem, codes[:, :-1].to(torch.uint8), codes[:, -1].clone(), torch.tensor(train), torch.tensor(test),
+        [chr(c) for c in alphabet], torch.tensor(speaker), list(windows),
+    )  # fmt: skip
+
+
+def _speech_windows(text: str) -> dict[str, list[str]]:
+    """Speaker -> windows of 80 + 1 characters, one every STRIDE, from all their speeches in a row."""
+    said: dict[str, list[str]] = {}
+    for speech in text.split("\n\n"):
+        speaker, _, words = speech.strip().partition("\n")
+        if speaker.endswith(":") and words:
+            said.setdefault(speaker[:-1], []).append(words)
+    texts = {speaker: "\n".join(speeches) for speaker, speeches in said.items()}
+    return {u: [t[i : i + WINDOW + 1] for i in range(0, len(t) - WINDOW, STRIDE)] for u, t in texts.items()}
+
+
+def _leaf_windows(text: str) -> dict[str, list[str]]:
+    """Speaker -> windows of 80 + 1 characters, as they stand in LEAF's file."""
+    leaf = json.loads(text)
+    samples = {u: leaf["user_data"][u] for u in leaf["users"]}
+    windows = {u: [x + y for x, y in zip(s["x"], s["y"], strict=True)] for u, s in samples.items()}
+    if any(len(w) != WINDOW + 1 for of_speaker in windows.values() for w in of_speaker):
+        raise ValueError(f"a sample is not {WINDOW} characters and the next one")
+    return windows
