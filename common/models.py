@@ -1,0 +1,199 @@
+"""What is learned: image and text classifiers, each an nn.Module with .features and .classifier.
+
+    model = build("cnn", shape=(1, 28, 28), classes=10)
+    logits = model.classifier(model.features(x))      # the same as model(x)
+
+Images come in as float32 [N, channels, height, width] in -1..1, text as int64 [N, length].
+"""
+
+import torch
+import torch.nn as nn
+import torchvision
+from torch import Tensor
+
+from common import UserError
+
+NAMES = ["cnn", "convnet", "resblocks", "resnet18", "resnet50", "vgg16", "charrnn"]
+
+
+class Classifier(nn.Module):
+    """classifier(features(x)). `features` may give vectors [N, d] or maps [N, d, h, w]; `classifier` takes either."""
+
+    def __init__(self, features: nn.Module, classifier: nn.Module):
+        super().__init__()
+        self.features, self.classifier = features, classifier
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.features(x))
+
+
+def build(
+    name: str, shape: tuple[int, ...], classes: int, width: float = 1.0, dropout: float = 0.0, pretrained: str = ""
+) -> Classifier:
+    """The model called `name` for samples of `shape`: (channels, height, width), or (length,) for text.
+
+    width       multiplies the channels of the models defined here (not of torchvision's), rounded to multiples of 8
+    dropout     probability of the two dropout layers of a hidden classifier, one before each of its linear layers
+    pretrained  for torchvision's: "imagenet", downloaded on first use, or a file with such weights; batch norm then
+                runs on its frozen statistics. Without, batch norm gives way to group norm, whose outcome does not
+                depend on who else is in a client's batch
+
+    Draws the weights from torch's global generator. Raises UserError where name, shape or weights do not fit.
+    """
+    is_text = len(shape) == 1
+    if name not in NAMES:
+        raise UserError(f"no model {name!r}: choose from {', '.join(NAMES)}")
+    if is_text != (name == "charrnn"):
+        raise UserError(f"--model {name} is not for {'text: choose charrnn' if is_text else 'images'}")
+    if pretrained and name not in ("resnet18", "resnet50", "vgg16"):
+        raise UserError(f"--pretrained: there are no ImageNet weights for {name}; choose resnet18, resnet50 or vgg16")
+
+    def scaled(channels: int) -> int:
+        return max(8, round(channels * width / 8) * 8)
+
+    if name == "cnn":
+        features, hidden, activation = _cnn(shape[0], scaled), scaled(512), nn.ReLU()
+    elif name == "convnet":
+        features, hidden, activation = _convnet(shape[0], scaled), None, None
+    elif name == "resblocks":
+        features, hidden, activation = _resblocks(shape[0], scaled), scaled(512), nn.GELU()
+    elif name == "vgg16":
+        features, hidden, activation = _vgg16(shape[0], pretrained), 512, nn.GELU()
+    elif name == "charrnn":
+        features, hidden, activation = CharRNN(classes, scaled(256)), None, None
+    else:
+        features, hidden, activation = (
+            _resnet(name, shape[0], pretrained),
+            512 if name == "resnet18" else 2048,
+            nn.ReLU(),
+        )
+    try:
+        with torch.no_grad():
+            example = torch.zeros(1, *shape, dtype=torch.long if is_text else torch.float32)
+            size = features.eval()(example).numel()
+    except RuntimeError as e:
+        raise UserError(f"--model {name} does not take samples of shape {tuple(shape)} ({e})") from e
+    return Classifier(features.train(), head(size, hidden, classes, activation, dropout))
+
+
+def head(size: int, hidden: int | None, classes: int, activation: nn.Module | None, dropout: float) -> nn.Sequential:
+    """A classifier of one linear layer, or of two with `hidden` units between them."""
+    if hidden is None:
+        return nn.Sequential(nn.Flatten(), nn.Linear(size, classes))
+    return nn.Sequential(
+        nn.Flatten(), nn.Dropout(dropout), nn.Linear(size, hidden), activation, nn.Dropout(dropout),
+        nn.Linear(hidden, classes),
+    )  # fmt: skip
+
+
+def _cnn(channels: int, scaled) -> nn.Sequential:
+    """McMahan et al. 2017: two 5x5 convolutions, each with 2x2 pooling; linear 512 and linear make its classifier."""
+    return nn.Sequential(
+        nn.Conv2d(channels, scaled(32), 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(scaled(32), scaled(64), 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+    )  # fmt: skip
+
+
+def _convnet(channels: int, scaled) -> nn.Sequential:
+    """Guo et al.'s for RotatedMNIST: four 3x3 convolutions, each ReLU then group norm, and average pooling."""
+    layers, sizes = [], [channels, scaled(64), scaled(128), scaled(128), scaled(128)]
+    for i in range(4):
+        layers += [nn.Conv2d(sizes[i], sizes[i + 1], 3, stride=2 if i == 1 else 1, padding=1), nn.ReLU()]
+        layers += [nn.GroupNorm(8, sizes[i + 1])]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def _resblocks(channels: int, scaled) -> nn.Sequential:
+    """Zhang et al.'s encoder for grey images: three times a 3x3 convolution, a residual block and 2x2 pooling."""
+    layers, sizes = [], [channels, scaled(128), scaled(256), scaled(512)]
+    for i in range(3):
+        layers += [nn.Conv2d(sizes[i], sizes[i + 1], 3, padding=1), ResidualBlock(sizes[i + 1]), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers)
+
+
+class ResidualBlock(nn.Module):
+    """x + two 3x3 convolutions with batch norm."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.body(x))
+
+
+class CharRNN(nn.Module):
+    """LEAF's model for Shakespeare: embedding of 8, two LSTM layers; gives the state after the last character."""
+
+    def __init__(self, characters: int, units: int):
+        super().__init__()
+        self.embedding = nn.Embedding(characters, 8)
+        self.lstm = nn.LSTM(8, units, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(self.embedding(x))[0][:, -1]
+
+
+# ------------------------------------------------------------------------------------------- torchvision's models
+
+
+class FrozenBatchNorm2d(nn.BatchNorm2d):
+    """Batch norm on its stored statistics, in training too; its scale and shift are learned."""
+
+    def train(self, mode: bool = True):
+        return super().train(False)
+
+
+class ImageNetScale(nn.Module):
+    """Images in -1..1 -> the scale on which ImageNet's weights were trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x + 1) / 2 - self.mean) / self.std  # a grey image becomes three equal channels on the way
+
+
+def _group_norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(32, channels)
+
+
+def _resnet(name: str, channels: int, pretrained: str) -> nn.Sequential:
+    """A ResNet up to its last layer, which becomes a linear layer as wide as its input (Guo et al., section 5.1)."""
+    net = getattr(torchvision.models, name)(norm_layer=FrozenBatchNorm2d if pretrained else _group_norm)
+    if pretrained:
+        _load_imagenet(net, name, pretrained)
+    elif channels == 1:
+        net.conv1 = nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
+    net.fc = nn.Linear(net.fc.in_features, net.fc.in_features)
+    return nn.Sequential(ImageNetScale(), net) if pretrained else net
+
+
+def _vgg16(channels: int, pretrained: str) -> nn.Sequential:
+    """VGG16's convolutions (Zhang et al., section 4)."""
+    net = torchvision.models.vgg16()
+    if pretrained:
+        _load_imagenet(net, "vgg16", pretrained)
+    elif channels == 1:
+        net.features[0] = nn.Conv2d(1, 64, 3, padding=1)
+    return nn.Sequential(ImageNetScale(), net.features) if pretrained else net.features
+
+
+def _load_imagenet(net: nn.Module, name: str, source: str) -> None:
+    weights = torchvision.models.get_model_weights(name).DEFAULT
+    try:
+        if source == "imagenet":
+            state = weights.get_state_dict(progress=True, check_hash=True)
+        else:
+            state = torch.load(source, weights_only=True)
+        net.load_state_dict(state)
+    except Exception as e:  # anything from URLError to UnpicklingError; load_state_dict's own text has many lines
+        raise UserError(
+            f"--pretrained: no weights of {name} to be had from {source} ({str(e).splitlines()[0]}): without a "
+            f"network, fetch {weights.url} elsewhere and give the file's path"
+        ) from e
