@@ -1,0 +1,166 @@
+"""How clients learn and a server averages. The only module that knows of devices and precision.
+
+A model travels as one vector w [P]: its parameters in their order, then its floating-point buffers (the statistics
+of batch norm). A client's upload is a row of G [K, P], row i = w - w_i, so that a server's step reads as in the
+papers: w = w - alpha @ G.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from common import UserError, random_at
+from common.data import Dataset
+
+LossFn = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one. Raises UserError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"--device {name} cannot be used ({str(e).splitlines()[0]}): choose auto or cpu") from e
+    return device
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    """The tensors that w holds, in their order."""
+    return [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
+
+
+@torch.no_grad()
+def get_weights(model: nn.Module) -> Tensor:
+    """w [P], float32, a copy."""
+    return torch.cat([t.reshape(-1) for t in weights_of(model)])
+
+
+@torch.no_grad()
+def set_weights(model: nn.Module, w: Tensor) -> None:
+    """Writes w [P] into the model."""
+    tensors = weights_of(model)
+    for t, part in zip(tensors, w.split([t.numel() for t in tensors]), strict=True):
+        t.copy_(part.view_as(t))
+
+
+def span(model: nn.Module, name: str) -> slice:
+    """Where in w the parameter called `name` lies."""
+    start = 0
+    for other, parameter in model.named_parameters():
+        if other == name:
+            return slice(start, start + parameter.numel())
+        start += parameter.numel()
+    raise KeyError(name)
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int, purpose: str, *where: int):
+    """Inside, torch's global generators (which dropout and weight initialisation draw from) start at that address."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int(random_at(seed, purpose, *where).integers(2**63)))
+        yield
+
+
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+class Trainer:
+    """Local training and evaluation on one pool of samples.
+
+    epochs, batch_size, lr, momentum   of a client's local training
+    optimizer                          "sgd", or "adam", made anew for each client in each round
+    precision                          "float32", or "bfloat16": autocast, weights stay in float32
+    """
+
+    def __init__(
+        self, data: Dataset, device: torch.device, *, seed: int, epochs: int, batch_size: int, lr: float,
+        optimizer: str = "sgd", momentum: float = 0.0, precision: str = "float32",
+    ):  # fmt: skip
+        self.x, self.y, self.device = data.x.to(device), data.y.to(device), device
+        self.seed, self.epochs, self.batch_size, self.lr = seed, epochs, batch_size, lr
+        self.optimizer, self.momentum, self.precision = optimizer, momentum, precision
+
+    def batch(self, positions: Tensor) -> Tensor:
+        """The samples at these positions as a model takes them: images float32 in -1..1, text int64."""
+        x = self.x[positions]
+        if x.dim() == 2:
+            return x.long()
+        return x.to(memory_format=torch.channels_last).float().div_(127.5).sub_(1)
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+    def local_updates(
+        self, model: nn.Module, w: Tensor, clients: Sequence[int], samples: Sequence[Tensor], round: int,
+        loss_fn: LossFn = cross_entropy, per_client: Callable[[nn.Module, int], None] | None = None,
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Every client in `clients` trains from w on its samples[client].
+
+        loss_fn     (model, x, y) -> the scalar that local training descends
+        per_client  called as (model, client) before a client trains: sets what differs from client to client
+        progress    called after each client with the share of this call's work that it was
+
+        Returns G [K, P], row i = w - w_i, and the clients' mean training loss [K], both on the device.
+        """
+        updates = torch.empty(len(clients), len(w), device=self.device)
+        losses = torch.empty(len(clients), device=self.device)
+        for i, client in enumerate(clients):
+            set_weights(model, w)
+            if per_client is not None:
+                per_client(model, client)
+            with seeded(self.device, self.seed, "dropout", round, client):
+                losses[i] = self._train(model, samples[client], round, client, loss_fn)
+            updates[i] = w - get_weights(model)
+            progress(1 / len(clients))
+        return updates, losses
+
+    def _train(self, model: nn.Module, samples: Tensor, round: int, client: int, loss_fn: LossFn) -> Tensor:
+        """One client's local epochs, on `model` in place. Returns the mean loss over all its batches."""
+        model.train()
+        if self.optimizer == "adam":
+            optimizer = torch.optim.Adam(model.parameters(), lr=self.lr, fused=True)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum, fused=True)
+        rng = random_at(self.seed, "batches", round, client)
+        total = torch.zeros((), device=self.device)
+        for _ in range(self.epochs):
+            order = samples[torch.from_numpy(rng.permutation(len(samples)))].to(self.device)
+            for positions in order.split(self.batch_size):
+                with self.autocast():
+                    loss = loss_fn(model, self.batch(positions), self.y[positions])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                total += loss.detach() * len(positions)
+        return total / (self.epochs * len(samples))
+
+    @torch.no_grad()
+    def predict(
+        self, model: nn.Module, w: Tensor, samples: Tensor, function: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """What `function`, by default the model itself, gives for each sample, float32 [N, ...].
+
+        The model has weights w, and afterwards keeps them and is in evaluation mode.
+        """
+        set_weights(model, w)
+        model.eval()
+        with self.autocast():
+            return torch.cat([(function or model)(self.batch(p)).float() for p in samples.to(self.device).split(1000)])
+
+    def evaluate(self, model: nn.Module, w: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Accuracy and mean cross-entropy of the model with weights w on each part, two tensors [len(parts)]."""
+        samples = torch.cat(list(parts)).to(self.device)
+        logits, y = self.predict(model, w, samples), self.y[samples]
+        sizes = [len(p) for p in parts]
+        right = (logits.argmax(1) == y).float().split(sizes)
+        loss = F.cross_entropy(logits, y, reduction="none").split(sizes)
+        return torch.stack([r.mean() for r in right]), torch.stack([part.mean() for part in loss])
