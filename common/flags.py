@@ -1,0 +1,152 @@
+"""What the user types: the flags that all methods share, and what they ask for."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from common import UserError, data, models, splits, train
+from common.splits import Clients
+from common.train import Trainer
+
+FREE_TO_CHANGE = ("resume", "out", "device", "data_dir")  # flags that a resumed run may give anew
+
+
+def at_least(low: float, kind: type = int, most: float = float("inf")) -> Callable[[str], float]:
+    """An argparse type: a number of this kind in low..most."""
+
+    def number(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole' if kind is int else 'a'} number") from None
+        if not low <= value <= most or value == float("inf"):
+            bound = f"at least {low:g}" if most == float("inf") else f"between {low:g} and {most:g}"
+            raise argparse.ArgumentTypeError(f"{text} is out of range: {bound}")
+        return value
+
+    return number
+
+
+positive = at_least(1e-12, float)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action):  # "(default: None)" says nothing: those flags tell their default themselves
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+def parse(doc: str, settings: dict[str, dict], own_flags: Callable, argv: list[str] | None) -> argparse.Namespace:
+    """The flags of a method.
+
+    doc        the method file's docstring; its first line heads the help
+    settings   data set -> its defaults, "folder" standing for every folder of images
+    own_flags  adds the method's own flags to an argument group
+    Raises UserError for what does not make sense.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    parser = _Parser(
+        description=doc.strip().splitlines()[0], formatter_class=_Help, allow_abbrev=False,
+        epilog=f"example: python {Path(sys.argv[0]).name} --dataset mnist --rounds 20 --out runs/first",
+    )  # fmt: skip
+    add = parser.add_argument_group("data").add_argument
+    add("--dataset", default="glyphs", help=f"{', '.join(data.NAMES)}, or the path of a folder of images")
+    add("--data-dir", default="data", help="where data sets are, or are downloaded to")
+    add("--image-size", type=at_least(8), default=96, help="pixels to which a folder's images are scaled")
+    add("--rotate", type=float, nargs="+", metavar="DEGREES", help="deal the images into domains, one an angle")
+    add("--test-domain", metavar="NAME", help="leave this domain out of training; it becomes the OOD test set")
+    add = parser.add_argument_group("clients").add_argument
+    kinds = ["dirichlet", "iid", "domain", "speaker", "silos"]
+    add("--partition", choices=kinds, help="who holds what (default: domain where there is a --rotate or --test-domain,"
+        " speaker for text, else dirichlet)")  # fmt: skip
+    add("--alpha", type=positive, default=0.1, help="concentration of the Dirichlet label skew; smaller is more skewed")
+    add("--clients", type=at_least(1), help="N, all clients (default: 100, or one per domain)")
+    add("--participating", type=at_least(1), help="M, clients that may be selected (default: 4 in 10, or all domains)")
+    add("--sample", type=at_least(1), help="K, clients selected a round (default: 1 in 4, or one per training domain)")
+    add = parser.add_argument_group("model and training").add_argument
+    add("--model", default="cnn", help=", ".join(models.NAMES))
+    add("--width", type=positive, default=1.0, help="multiplies the channels of this project's own models")
+    add("--pretrained", nargs="?", const="imagenet", default="", metavar="FILE",
+        help="start from ImageNet weights, downloaded or from FILE (resnet18, resnet50, vgg16)")  # fmt: skip
+    add("--rounds", type=at_least(1), default=30, help="T, communication rounds")
+    add("--local-epochs", type=at_least(1), default=5, help="E, passes over a client's data a round")
+    add("--batch-size", type=at_least(1), default=32, help="B, samples in a step of local training")
+    add("--lr", type=positive, default=0.05, help="step size of local training")
+    add("--optimizer", choices=["sgd", "adam"], default="sgd", help="of local training")
+    add("--momentum", type=at_least(0, float, 0.999), default=0.0, help="of sgd")
+    add = parser.add_argument_group("run").add_argument
+    add("--seed", type=at_least(0), default=0, help="of every random draw")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
+    add("--precision", choices=["float32", "bfloat16"], default="float32", help="bfloat16 is autocast")
+    add("--out", metavar="DIR", help="the run's folder (default: a new one under runs/)")
+    add("--resume", metavar="DIR", help="continue the run in this folder, with its flags")
+    own_flags(parser.add_argument_group("this method").add_argument)
+
+    first = _Parser(add_help=False, allow_abbrev=False)
+    first.add_argument("--dataset", default="glyphs")
+    first.add_argument("--resume")
+    known, _ = first.parse_known_args(argv)
+    saved = _saved_flags(known.resume, Path(sys.argv[0]).stem) if known.resume else {}
+    folder = "shakespeare" if Path(known.dataset).is_file() else "folder"
+    of_data_set = settings.get(known.dataset if known.dataset in data.NAMES else folder, {})
+    parser.set_defaults(**{**of_data_set, "partition": None, **saved})
+    args = parser.parse_args(argv)
+    for flag, value in saved.items():
+        if flag not in FREE_TO_CHANGE and getattr(args, flag) != value:
+            name = flag.replace("_", "-")
+            raise UserError(
+                f"{args.resume} was run with --{name} {value}, not {getattr(args, flag)}: leave --{name} out"
+            )
+    if args.partition is None:
+        is_text = known.dataset == "shakespeare" or folder == "shakespeare"
+        usual = "speaker" if is_text else "domain" if args.rotate else "dirichlet"
+        args.partition = "domain" if args.test_domain else of_data_set.get("partition", usual)
+    return args
+
+
+def _saved_flags(folder: str, method: str) -> dict:
+    try:
+        saved = json.loads((Path(folder) / "args.json").read_text())
+        if saved["method"] != method:
+            raise UserError(f"--resume {folder}: this is a run of {saved['method']}.py, not of {method}.py")
+        return saved["flags"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"--resume {folder}: there is no run to resume ({e})") from e
+
+
+def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Clients, models.Classifier, Trainer]:
+    """Data, clients, the initial model and the trainer that these flags ask for; the same for every method.
+
+    Fills in args.sample, the number of clients selected a round. Raises UserError where the flags do not fit.
+    """
+    device = train.pick_device(args.device)
+    dataset = data.load(args.dataset, args.data_dir, args.image_size, args.rotate or (), args.seed)
+    clients = splits.deal(
+        dataset, args.seed, args.partition, alpha=args.alpha, clients=args.clients, participating=args.participating,
+        test_domain=args.test_domain, silos_per_domain=getattr(args, "silos", None),
+        silo_size=getattr(args, "silo_size", None),
+    )  # fmt: skip
+    takes_part = len(clients.participating)
+    if args.sample is None:
+        domains = len(set(clients.names))
+        args.sample = {"silos": takes_part, "domain": domains}.get(args.partition, max(1, takes_part // 4))
+    if args.sample > takes_part:
+        raise UserError(f"--sample {args.sample}: only {takes_part} clients participate")
+    with train.seeded(torch.device("cpu"), args.seed, "model"):
+        shape = tuple(dataset.x.shape[1:])
+        model = models.build(
+            args.model, shape, len(dataset.classes), args.width, pretrained=args.pretrained, **model_options
+        )
+    trainer = Trainer(
+        dataset, device, seed=args.seed, epochs=args.local_epochs, batch_size=args.batch_size, lr=args.lr,
+        optimizer=args.optimizer, momentum=args.momentum, precision=args.precision,
+    )  # fmt: skip
+    return dataset, clients, model.to(device, memory_format=torch.channels_last), trainer

@@ -1,0 +1,166 @@
+"""The pictures. One style for all, legible in greyscale and at the width of a README."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
+from common.data import Dataset
+from common.splits import Clients
+
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"]  # Okabe and Ito
+LINES, MARKERS = ["-", "--", ":", "-."], ["o", "s", "^", "D", "v", "P", "X"]
+STYLE = {
+    "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "legend.frameon": False,
+    "axes.titlelocation": "left", "figure.constrained_layout.use": True, "savefig.dpi": 150,
+}  # fmt: skip
+
+
+def _save(figure: Figure, file: Path) -> None:
+    figure.savefig(file, metadata={"Software": None})
+
+
+def curves(
+    file: Path, runs: Mapping[str, Sequence[Mapping[str, str]]], panels: Mapping[str, Sequence[str]],
+    marks: Sequence[int] = (),
+) -> None:  # fmt: skip
+    """Columns of metrics.csv against rounds.
+
+    runs    label -> the rows of a run
+    panels  title -> the columns drawn in that panel, each for every run that has it
+    marks   rounds after which a dotted line is drawn
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(3.4 * len(panels), 2.7))
+        for axes, (title, columns) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels.items(), strict=True):
+            for r, (label, rows) in enumerate(runs.items()):
+                for c, column in enumerate(columns):
+                    points = [(int(row["round"]), float(row[column])) for row in rows if row.get(column)]
+                    name = " ".join(([label] if len(runs) > 1 else []) + ([column] if len(columns) > 1 else []))
+                    if points:
+                        axes.plot(*zip(*points, strict=True), color=COLOURS[r + c], ls=LINES[r + c], label=name)
+            for mark in marks:
+                axes.axvline(mark + 0.5, color="0.5", ls=":", lw=0.9)
+            axes.set(title=title, xlabel="round")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            if axes.get_legend_handles_labels()[1]:
+                axes.legend()
+        _save(figure, file)
+
+
+def partition(file: Path, data: Dataset, clients: Clients) -> None:
+    """Who holds what: training samples of each client by class, and by domain where there are domains."""
+    order = torch.cat([clients.participating, _others(clients)]).tolist()
+    panels = [("class", data.y, data.classes)]
+    if data.domain is not None and len(data.domains) <= 40:
+        panels.append(("domain", data.domain, data.domains))
+    with matplotlib.rc_context(STYLE):
+        sizes = [min(len(names), 30) for _, _, names in panels]
+        width = min(10.0, max(4.5, 0.09 * len(order) + 2))
+        figure = Figure(figsize=(width, 1.4 + 0.16 * sum(sizes)))
+        all_axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=sizes, squeeze=False)[:, 0]
+        for axes, (what, values, names) in zip(all_axes, panels, strict=True):
+            counts = torch.stack([torch.bincount(values[clients.train[k]], minlength=len(names)) for k in order], 1)
+            image = axes.imshow(counts, aspect="auto", cmap="Greys", interpolation="nearest", vmin=0)
+            axes.axvline(len(clients.participating) - 0.5, color=COLOURS[1])
+            axes.set(ylabel=what)
+            if len(names) <= 20:
+                axes.set_yticks(range(len(names)), names)
+            figure.colorbar(image, ax=axes, label="samples")
+        takes_part, others = len(clients.participating), len(order) - len(clients.participating)
+        axes.set(xlabel=f"client: {takes_part} participating" + (f" | {others} not" if others else ""))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if len(order) <= 20:
+            axes.set_xticks(range(len(order)), order)
+        _save(figure, file)
+
+
+def _others(clients: Clients) -> Tensor:
+    everyone = torch.arange(len(clients.train))
+    return everyone[~torch.isin(everyone, clients.participating)]
+
+
+def accuracy_curves(file: Path, runs: Mapping[str, Sequence[Mapping[str, str]]]) -> None:
+    """ID and OOD accuracy, and training loss, of runs label -> rows of metrics.csv."""
+    curves(file, runs, {"accuracy": ["id_accuracy", "ood_accuracy"], "training loss": ["train_loss"]})
+
+
+def learning_curves(file: Path, runs: Mapping[str, Sequence[Mapping[str, str]]]) -> None:
+    """UEFL's three measures; dotted lines where the first run extended its codebook."""
+    panels = {"mean accuracy mA": ["mA"], "mean uncertainty mE (nats)": ["mE"], "codebook perplexity mP": ["mP"]}
+    ends = _iteration_ends(next(iter(runs.values())))
+    curves(file, runs, panels, [int(row["round"]) for row in ends[:-1]])
+
+
+def _iteration_ends(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    return list({row["iteration"]: row for row in rows}.values())
+
+
+def uncertainties(file: Path, rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> None:
+    """UEFL: each client's uncertainty at the end of every iteration but the last, and of the one that followed.
+
+    rows   of metrics.csv; names  per client the domain of its data
+    """
+    ends = _iteration_ends(rows)
+    if len(ends) < 2:
+        return
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(max(3.4, 2.2 * len(ends) - 1.2), 2.8))
+        all_axes = figure.subplots(1, len(ends) - 1, sharey=True, squeeze=False)[0]
+        for axes, (before, after) in zip(all_axes, pairwise(ends), strict=True):
+            was, now = ([float(u) for u in row["uncertainties"].split()] for row in (before, after))
+            grew = [
+                int(a) > int(b) for a, b in zip(after["codewords"].split(), before["codewords"].split(), strict=True)
+            ]
+            at = np.arange(len(was))
+            axes.vlines(at, was, now, color="0.6", lw=1)
+            axes.plot(at, was, "o", color=COLOURS[1], mfc="white", label="before")
+            axes.plot(at, now, "o", color="0.6", label="after")
+            axes.plot(at[grew], np.array(now)[grew], "o", color=COLOURS[0], label="after, extended")
+            axes.set(title=f"round {before['round']} to {after['round']}", xlabel="client, domain", ylim=(0, None))
+            axes.set_xticks(at, [f"{k}\n{name}" for k, name in zip(at, names, strict=True)], fontsize=7)
+        all_axes[0].set(ylabel="uncertainty (nats)")
+        all_axes[-1].legend()
+        _save(figure, file)
+
+
+def codebook(file: Path, tokens: Sequence[Tensor], names: Sequence[str], codewords: Tensor, allowed: Tensor) -> None:
+    """Features and codewords in the plane of the features' first two principal components.
+
+    tokens     per client its features [n, d / s], cut into segments as the codewords are
+    names      per client the domain of its data, which gives the colour
+    codewords  [V, d]
+    allowed    bool [K, V], which client may use which codeword
+    """
+    shared = allowed.all(0)
+    points = torch.cat(list(tokens))
+    mean = points.mean(0)
+    _, _, plane = torch.pca_lowrank(points - mean, q=2, center=False)
+    placed, kinds = (codewords - mean) @ plane, list(dict.fromkeys(names))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.2, 4.2))
+        axes = figure.subplots()
+        for k, kind in enumerate(kinds):
+            of_kind = torch.cat([(t - mean) @ plane for t, name in zip(tokens, names, strict=True) if name == kind])
+            axes.scatter(
+                *of_kind[:: len(of_kind) // 1500 + 1].T,
+                s=3,
+                alpha=0.25,
+                lw=0,
+                color=COLOURS[k % 7],
+                label=f"features, domain {kind}",
+            )
+        for k, kind in enumerate(kinds):
+            own = allowed[[name == kind for name in names]].any(0) & ~shared
+            axes.scatter(*placed[own].T, s=26, marker=MARKERS[k % 7], color=COLOURS[k % 7], ec="black", lw=0.6,
+                         label=f"own codewords, domain {kind}" if own.any() else None)  # fmt: skip
+        axes.scatter(*placed[shared].T, s=40, marker="*", color="white", ec="black", lw=0.8, label="shared codewords")
+        axes.set(xlabel="first principal component", ylabel="second")
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), markerscale=1.5)
+        _save(figure, file)

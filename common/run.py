@@ -1,0 +1,205 @@
+"""What stays on disk and what the user sees: metrics, checkpoints, progress, the table at the end."""
+
+import argparse
+import csv
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torchvision
+from torch import Tensor
+from tqdm import tqdm
+
+from common import UserError, train
+from common.splits import Clients
+from common.train import Trainer
+
+COLUMNS = ["round", "seconds", "train_loss", "id_accuracy", "ood_accuracy", "selected"]
+
+
+def id_and_ood(trainer: Trainer, model: nn.Module, w: Tensor, clients: Clients) -> dict[str, float | None]:
+    """ID: accuracy on the held-out samples of all participating clients together; OOD: on clients.ood, None if none."""
+    held_out = torch.cat([clients.test[k] for k in clients.participating])
+    parts = [held_out, clients.ood] if len(clients.ood) else [held_out]
+    accuracy, _ = trainer.evaluate(model, w, parts)
+    return {"id_accuracy": accuracy[0].item(), "ood_accuracy": accuracy[1].item() if len(parts) == 2 else None}
+
+
+class Run:
+    """The folder of a run (args.json, metrics.csv, checkpoint.pt, model.pt, pictures) and its progress bar.
+
+    columns  the method's own columns of metrics.csv
+    folder   where to; by default args.out, else a new folder under runs/
+    state    what a resumed run's checkpoint holds, None in a new run
+    """
+
+    def __init__(self, args: argparse.Namespace, columns: list[str], device: torch.device, folder: Path | None = None):
+        self.method, self.columns, self.state = Path(sys.argv[0]).stem, COLUMNS + columns, None
+        self.rows: list[dict] = []
+        self.folder = folder or Path(args.resume or args.out or _new_folder(self.method, args.dataset))
+        checkpoint = self.folder / "checkpoint.pt"
+        if args.resume and checkpoint.exists():
+            self.state = _read_checkpoint(checkpoint, device)
+        elif self.folder.exists() and any(self.folder.iterdir()) and not args.resume:
+            raise UserError(
+                f"{self.folder} exists and is not empty: choose another --out, or continue it with --resume"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not args.resume or self.state is None:
+            versions = {
+                "python": sys.version.split()[0],
+                "torch": torch.__version__,
+                "torchvision": torchvision.__version__,
+            }
+            about = {"method": self.method, "command": shlex.join(["python", *sys.argv]), "flags": vars(args)}
+            text = json.dumps(
+                {**about, "device": str(device), "threads": torch.get_num_threads(), **versions}, indent=1
+            )
+            (self.folder / "args.json").write_text(text + "\n")
+        self._open_metrics(self.state["round"] if self.state else 0)
+        self.saved_at = self.started = time.monotonic()
+        self.bar = None
+
+    def _open_metrics(self, rounds: int) -> None:
+        """Keeps the rows of the first `rounds` rounds, which the checkpoint knows of, and goes on after them."""
+        file = self.folder / "metrics.csv"
+        if rounds:
+            self.rows = [row for row in read_metrics(file) if int(row["round"]) <= rounds]
+        self.seconds_before = float(self.rows[-1]["seconds"]) if self.rows else 0.0
+        with open(file, "w", newline="") as f:
+            writer = csv.DictWriter(f, self.columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+        self.metrics = open(file, "a", newline="")  # noqa: SIM115
+
+    def rounds(self, state: dict, until: int, at_most: int | None = None) -> Iterator[int]:
+        """Counts rounds from the one after state["round"] up to `until`; keeps state["round"] and the checkpoint.
+
+        at_most  where the progress bar ends, if the run may go on after `until`
+        """
+        if self.bar is None:
+            shape = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+            self.bar = tqdm(total=at_most or until, initial=state["round"], bar_format=shape,
+                            mininterval=0.2 if sys.stderr.isatty() else 10)  # fmt: skip
+        for t in range(state["round"] + 1, until + 1):
+            self.bar.set_description(f"round {t}/{at_most or until}")
+            yield t
+            state["round"] = t
+            if time.monotonic() - self.saved_at > 10:
+                self.save(state)
+
+    def tick(self, share: float) -> None:
+        """Moves the progress bar on by this share of a round."""
+        self.bar.update(min(share, self.bar.total - self.bar.n))  # shares add up to a hair over one
+
+    def log(self, round: int, train_loss: Tensor, selected: list[int], **values) -> None:
+        """Writes a round's row of metrics.csv and shows it. Lists become numbers with spaces between them."""
+        seconds = self.seconds_before + time.monotonic() - self.started
+        values |= {"round": round, "train_loss": float(train_loss), "seconds": round_off(seconds), "selected": selected}
+        row = {column: _cell(values[column]) for column in self.columns}
+        line = ",".join(row[column] for column in self.columns)
+        self.metrics.write(line + "\n")
+        self.metrics.flush()
+        self.rows.append(row)
+        shown = {"loss": row["train_loss"], "ID": row["id_accuracy"], "OOD": row["ood_accuracy"]}
+        self.bar.set_postfix_str("  ".join(f"{name} {value}" for name, value in shown.items() if value))
+
+    def save(self, state: dict) -> None:
+        """Writes the checkpoint; a run stopped meanwhile keeps the one before."""
+        part = self.folder / "checkpoint.part"
+        with open(part, "wb") as f:
+            torch.save({"version": 1, "method": self.method, **state}, f)
+            f.flush()
+            os.fsync(f.fileno())
+        part.replace(self.folder / "checkpoint.pt")
+        self.saved_at = time.monotonic()
+
+    def finish(self, state: dict, model: nn.Module, w: Tensor) -> None:
+        """Saves the model (its state_dict, in model.pt) and the last checkpoint."""
+        self.bar.close()
+        self.save(state)
+        self.metrics.close()
+        train.set_weights(model, w)
+        torch.save(model.state_dict(), self.folder / "model.part")
+        (self.folder / "model.part").replace(self.folder / "model.pt")
+
+    def report(self, title: str) -> None:
+        """Prints how the run ended: its last round, and the mean of its last five."""
+        columns = COLUMNS[2:5]
+        numbers = [[float(row[c]) if row[c] else None for c in columns] for row in self.rows[-5:]]
+        mean = [
+            None if None in of_column else sum(of_column) / len(of_column) for of_column in zip(*numbers, strict=True)
+        ]
+        rows = [[f"round {self.rows[-1]['round']}", *numbers[-1]], [f"mean of last {len(numbers)}", *mean]]
+        table(title, ["", *(c.replace("_", " ") for c in columns)], rows)
+        print(f"{float(self.rows[-1]['seconds']):.0f} s; metrics, model and pictures are in {self.folder}")
+
+
+def round_off(seconds: float) -> float:
+    return round(seconds, 2)
+
+
+def _cell(value) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, (list, tuple, np.ndarray, Tensor)):
+        return " ".join(_cell(v) for v in (value.tolist() if hasattr(value, "tolist") else value))
+    return str(value)
+
+
+def read_metrics(file: Path) -> list[dict[str, str]]:
+    with open(file, newline="") as f:
+        return list(csv.DictReader(f))
+
+
+def _read_checkpoint(file: Path, device: torch.device) -> dict:
+    try:
+        state = torch.load(file, weights_only=True, map_location=device)
+        if state.pop("version") != 1:
+            raise UserError(f"{file} was written by another version of this project")
+        state.pop("method")
+        return state
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError, AttributeError) as e:
+        raise UserError(f"{file} is not a checkpoint that can be read ({str(e).splitlines()[0]})") from e
+
+
+def _new_folder(method: str, dataset: str) -> Path:
+    stem = Path("runs") / f"{method}-{Path(dataset).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    names = (Path(f"{stem}{end}") for end in ("", *(f"-{i}" for i in range(2, 1000))))
+    return next(name for name in names if not name.exists())
+
+
+def table(title: str, header: list[str], rows: list[list]) -> None:
+    """Prints a table, numbers to four digits."""
+    cells = [header, *([f"{c:.4f}" if isinstance(c, float) else "" if c is None else str(c) for c in r] for r in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    print(f"\n{title}")
+    for row in cells:
+        print("  ".join([row[0].ljust(widths[0]), *(c.rjust(n) for c, n in zip(row[1:], widths[1:], strict=True))]))
+
+
+def launch(main: Callable[[], None]) -> None:
+    """Runs a method from the command line. A user's mistake is one line on stderr and exit code 2; 1 is for a full disk
+    and its like; 130 is for Ctrl-C."""
+    try:
+        main()
+    except UserError as e:
+        code, message = 2, str(e)
+    except OSError as e:
+        code, message = 1, str(e)
+    except KeyboardInterrupt:
+        code, message = 130, "stopped; --resume with the run's folder continues it"
+    else:
+        return
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    sys.exit(code)
