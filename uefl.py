@@ -1,0 +1,362 @@
+"""UEFL: silos on whose data the model is unsure get codewords of their own.
+
+Zhang, Cao and Liu, Uncertainty-Based Extensible Codebook for Discrete Federated Learning in Heterogeneous Data Silos
+(arXiv 2402.18888). An encoder turns an image into tokens, each token is replaced by the nearest of a few learned
+codewords, and a classifier reads these. Clients share v codewords; whoever stays uncertain gets v more.
+
+    Algorithm 1                                                          in the code
+     1  sample K silos as clients                                        clients.participating
+     2  initialise theta, and a codebook of v codewords, at random       state["w"], args.codebook_size
+     3  e_k = 0                                                          (nobody is extended in the first iteration)
+     4  repeat                                                           iteration
+     5      for each round t = 1, 2, ...
+     6          broadcast theta                                          trainer.local_updates
+     7          for all K clients in parallel
+     8              if e_k > (1 + gamma) min_j e_j                       uncertain()
+     9                  K-means-initialise another v codewords           ExtensibleCodebook.extend
+    10                  v_k <- v_k + v                                   state["allowed"], one row a client
+    12              z = f_E(x)                                           UEFL.encode
+    13              c = the nearest of v_k codewords (equation 4)        ExtensibleCodebook.forward
+    14              p = f_C(c)                                           UEFL.classify
+    15              L_code = ||sg(c) - z||^2 + beta ||c - sg(z)||^2      args.commitment times the first term
+    16              L_task = cross-entropy                               uefl_loss
+    17              theta_k <- theta_k - eta grad (L_code + L_task)      args.lr
+    20          theta <- sum of n_k / n theta_k                          average()
+    22      evaluate uncertainty e_k (equation 6)                        assess(), predictive_entropy()
+    23      reduce the number of rounds                                  args.rounds, then args.later_rounds
+    24  until e_k <= (1 + gamma) min_j e_j for all k (equation 7)        or after args.iterations iterations
+
+Where the paper is silent or unclear
+ 1. Lines 8-10 stand inside the loop over rounds; sections 3.1 and 3.2 extend once an iteration, at its start. So here.
+ 2. New codewords belong to one client each (section 3.1: "exclusively accessible to the corresponding clients"). v_k
+    grows by v (line 10), though tables 11, 14 and 16 count as if it doubled.
+ 3. Line 20 for codewords (section 3.2): each is averaged over the clients allowed to use it, by n_k among them.
+ 4. e_k is the mean entropy over the client's held-out samples; their labels are not looked at.
+ 5. Which Gaussian initialises the codewords: the standard one. The tokens of a network with ReLUs, however, point all
+    into much the same direction, and two to four codewords get all of them. So the encoder ends in a layer norm
+    without parameters, which gives tokens the length of such codewords; --no-token-norm leaves it out. What it does
+    is measured in results/uefl.md; FedAvg does not gain by it.
+ 6. beta and the weights of line 15's terms: as in the authors' code, 1 and 0.25, over means instead of sums.
+ 7. Dropout: two layers (section 3.4), here one before each linear layer of the classifier; the encoder is therefore
+    the same in all T passes and runs once.
+ 8. Where a client that never trained picks its codewords (leave-one-domain-out): from all of the server's;
+    --unseen-codewords shared keeps it to the shared ones. One that joins would get its own by lines 8-10.
+ 9. Learning rate, batch size, local epochs and rounds are not given: SETTINGS has those of the authors' code.
+10. Images are scaled to -1..1. Without --pretrained, VGG16 and ResNet-18 start from random weights.
+
+Where the authors' code differs: it keeps a codebook per silo and averages none; its second dropout acts on the logits;
+its evaluation turns dropout off, so that its T passes are one; its threshold stays what it was after iteration 1.
+
+    python uefl.py
+    python uefl.py --dataset cifar10
+    python uefl.py --dataset mnist --rotate 0 15 30 45 60 75 --test-domain 75
+"""
+
+import argparse
+import copy
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from scipy.cluster.vq import kmeans2
+from torch import Tensor
+
+from common import flags, plots, random_at, run, splits, train
+from common.splits import Clients
+
+
+class ExtensibleCodebook(nn.Module):
+    """Replaces each of a token's segments by the nearest codeword it may use (sections 3.2 and 3.3).
+
+    size        v, codewords to begin with; with 0 tokens pass as they are
+    dim         d, channels of a token, divisible by segments
+    segments    s, parts into which a token is cut, each with its own codeword from the same codebook
+    commitment  weight of ||sg(c) - z||^2, which draws tokens to codewords
+    beta        weight of ||c - sg(z)||^2, which draws codewords to tokens
+
+    codewords   [V, d / s]
+    allowed     bool [V], those that the present client may use
+
+    Raises ValueError where segments does not divide dim.
+    """
+
+    def __init__(self, size: int, dim: int, segments: int = 1, commitment: float = 0.25, beta: float = 1.0):
+        super().__init__()
+        if dim % segments:
+            raise ValueError(f"tokens of {dim} channels cannot be cut into {segments} segments")
+        self.segments, self.commitment, self.beta = segments, commitment, beta
+        self.codewords = nn.Parameter(torch.empty(size, dim // segments))
+        self.register_buffer("allowed", torch.ones(size, dtype=torch.bool))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.codewords)
+
+    def use(self, allowed: Tensor) -> None:
+        """From now on the codebook serves the client that may use the codewords `allowed`, bool [V]."""
+        self.allowed.copy_(allowed)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens [N, l, d] -> codewords in their place [N, l, d], L_code (equation 5), their indices [N, l, s].
+
+        The gradient with respect to the output goes to the tokens unchanged (straight through).
+        """
+        if not len(self.codewords):
+            return tokens, tokens.new_zeros(()), self.allowed.nonzero()
+        with torch.autocast(tokens.device.type, enabled=False):
+            z = tokens.float().reshape(-1, self.codewords.shape[1])
+            with torch.no_grad():  # |z - c|^2 = |z|^2 - 2 z.c + |c|^2, of which the first does not matter
+                distance = torch.addmm((self.codewords**2).sum(1), z, self.codewords.T, alpha=-2)
+                index = distance.masked_fill(~self.allowed, torch.inf).argmin(1)
+            c = self.codewords[index]
+            loss = self.commitment * F.mse_loss(z, c.detach()) + self.beta * F.mse_loss(c, z.detach())
+            straight_through = z + (c - z).detach()
+        return straight_through.view(tokens.shape), loss, index.view(*tokens.shape[:-1], self.segments)
+
+    @torch.no_grad()
+    def extend(self, size: int, tokens: Tensor | None, rng: np.random.Generator) -> None:
+        """Adds `size` codewords: the centroids of the tokens' segments by K-means, or Gaussian ones without tokens."""
+        if tokens is None:
+            new = torch.from_numpy(rng.standard_normal((size, self.codewords.shape[1])))
+        else:
+            segments = tokens.reshape(-1, self.codewords.shape[1]).double().cpu().numpy()
+            new = torch.from_numpy(kmeans2(segments, size, minit="++", rng=rng)[0])
+        self.codewords = nn.Parameter(torch.cat([self.codewords, new.to(self.codewords)]))
+        self.allowed = torch.cat([self.allowed, self.allowed.new_ones(size)])
+
+
+def predictive_entropy(probabilities: Tensor) -> Tensor:
+    """Class probabilities from T passes [T, N, C] -> entropy of their mean over passes, in nats [N] (equation 6)."""
+    mean = probabilities.mean(0)
+    return -torch.xlogy(mean, mean).sum(-1)
+
+
+def uncertain(entropies: Tensor, gamma: float, reference: str = "min") -> Tensor:
+    """Which clients' entropies [K] are over (1 + gamma) times the least ("min") or their "mean": bool [K] (eq. 7)."""
+    return entropies > (1 + gamma) * (entropies.mean() if reference == "mean" else entropies.min())
+
+
+def perplexity(index: Tensor, codewords: int) -> Tensor:
+    """exp of the entropy of how often each codeword is used, a scalar between 1 and the number of codewords."""
+    usage = torch.bincount(index.flatten(), minlength=codewords) / index.numel()
+    return torch.exp(-torch.xlogy(usage, usage).sum())
+
+
+class UEFL(nn.Module):
+    """p = f_C(f_D(f_E(x))) (equation 1), with f_D the codebook; one of size 0 makes it FedAvg's model."""
+
+    def __init__(self, features: nn.Module, codebook: ExtensibleCodebook, classifier: nn.Module, token_norm: bool):
+        super().__init__()
+        self.features, self.codebook, self.classifier = features, codebook, classifier
+        self.token_norm = token_norm
+
+    def encode(self, x: Tensor) -> Tensor:
+        """x -> tokens [N, l, d]: one for each place of a feature map [N, d, h, w], one for a feature vector [N, d]."""
+        z = self.features(x)
+        z = z.flatten(2).mT if z.dim() == 4 else z.unsqueeze(1)
+        return F.layer_norm(z, z.shape[-1:]) if self.token_norm else z
+
+    def classify(self, tokens: Tensor) -> Tensor:
+        return self.classifier(tokens.mT)  # [N, d, l], which flattens like the map that the classifier was made for
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classify(self.codebook(self.encode(x))[0])
+
+
+def uefl_loss(model: UEFL, x: Tensor, y: Tensor) -> Tensor:
+    """L_task + L_code (section 3.3)."""
+    c, code_loss, _ = model.codebook(model.encode(x))
+    return F.cross_entropy(model.classify(c), y) + code_loss
+
+
+def average(model: UEFL, w: Tensor, updates: Tensor, sizes: Tensor, allowed: Tensor) -> Tensor:
+    """Line 20: w [P] after the clients' updates [K, P], weighted by their sizes [K]; a codeword only moves by the
+    updates of the clients that may use it, `allowed` bool [K, V]."""
+    alpha = sizes / sizes.sum()
+    step = alpha @ updates
+    share = alpha[:, None] * allowed
+    share = share / share.sum(0).clamp(min=1e-12)  # no client here may use the codeword: it stays where it is
+    at = train.span(model, "codebook.codewords")
+    of_codewords = updates[:, at].view(*allowed.shape, model.codebook.codewords.shape[1])
+    step[at] = torch.einsum("kv,kvd->vd", share, of_codewords).flatten()
+    return w - step
+
+
+def build(args, trainer: train.Trainer, base: nn.Module, samples: Tensor) -> tuple[UEFL, list[Tensor]]:
+    """Line 2: the model `base` with a codebook in its middle, and w; for deep ensembles (appendix E) one w a member."""
+    base = copy.deepcopy(base)
+    one = trainer.batch(samples[:1].to(trainer.device))
+    dim = base.features.eval()(one).shape[1]
+    with train.seeded(torch.device("cpu"), args.seed, "codebook"):
+        codebook = ExtensibleCodebook(args.codebook_size, dim, args.segments, args.commitment, args.beta)
+    norm = args.codebook_size > 0 and not args.no_token_norm
+    model = UEFL(base.features, codebook, base.classifier, norm).to(trainer.device)
+    weights = [train.get_weights(model)]
+    for m in range(1, args.ensemble):
+        member = copy.deepcopy(model)
+        with train.seeded(trainer.device, args.seed, "member", m):
+            for module in member.modules():
+                if hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+        weights.append(train.get_weights(member))
+    return model, weights
+
+
+COLUMNS = ["iteration", "mA", "mE", "mP", "accuracies", "uncertainties", "codewords"]
+
+
+def assess(args, trainer: train.Trainer, model: UEFL, state: dict, clients: Clients) -> dict:
+    """A row of metrics.csv: line 22, each client's uncertainty, and the paper's means over clients mA, mE and mP.
+
+    All of it on held-out samples. The uncertainty is that of args.passes passes with dropout on, or, of a deep
+    ensemble, of one pass a member with dropout off. Accuracy and perplexity: dropout off, of an ensemble the first.
+    """
+    hits, entropies, perplexities = [], [], []
+    for k in clients.participating.tolist():
+        model.codebook.use(state["allowed"][k])
+        passes, members = [], []
+        for w in state["w"]:
+            tokens = trainer.predict(model, w, clients.test[k], model.encode)
+            with torch.no_grad(), train.seeded(trainer.device, args.seed, "passes", state["round"], k):
+                c, _, index = model.codebook(tokens)
+                members.append((model.classify(c).softmax(1), index))
+                model.classifier.train()
+                passes += [model.classify(c).softmax(1) for _ in range(args.passes if args.ensemble == 1 else 0)]
+        probabilities, index = members[0]
+        hits.append((probabilities.argmax(1) == trainer.y[clients.test[k]]).float())
+        entropies.append(predictive_entropy(torch.stack(passes or [p for p, _ in members])).mean().item())
+        perplexities.append(perplexity(index, len(model.codebook.codewords)).item())
+    model.codebook.use(state["allowed"].all(0) | (args.unseen_codewords == "all"))
+    ood = trainer.evaluate(model, state["w"][0], [clients.ood])[0].item() if len(clients.ood) else None
+    accuracies = [h.mean().item() for h in hits]
+    return {
+        "id_accuracy": torch.cat(hits).mean().item(), "ood_accuracy": ood, "iteration": state["iteration"] + 1,
+        "mA": np.mean(accuracies), "mE": np.mean(entropies), "mP": np.mean(perplexities), "accuracies": accuracies,
+        "uncertainties": entropies, "codewords": state["allowed"][clients.participating].sum(1),
+    }  # fmt: skip
+
+
+def extend(args, trainer: train.Trainer, model: UEFL, state: dict, clients: Clients, k: int) -> None:
+    """Lines 9-10: client k, and nobody else, gets v more codewords (in each member of an ensemble)."""
+    for m, w in enumerate(state["w"]):
+        member = copy.deepcopy(model)
+        member.codebook.use(state["allowed"][k])
+        tokens = trainer.predict(member, w, clients.train[k], member.encode) if args.init == "kmeans" else None
+        train.set_weights(member, w)
+        member.codebook.extend(args.codebook_size, tokens, random_at(args.seed, "codewords", state["round"], k, m))
+        state["w"][m] = train.get_weights(member)
+    model.codebook = member.codebook  # every w has this size from now on
+    new = torch.zeros(len(state["allowed"]), args.codebook_size, dtype=torch.bool, device=trainer.device)
+    new[k] = True
+    state["allowed"] = torch.cat([state["allowed"], new], dim=1)
+
+
+def federate(args, trainer: train.Trainer, base: nn.Module, clients: Clients, log: run.Run) -> tuple[UEFL, dict]:
+    """Algorithm 1. Returns the model and what the server remembers at the end, with the weights in state["w"]."""
+    everyone, device, iterations = clients.participating, trainer.device, args.iterations if args.codebook_size else 1
+    model, w = build(args, trainer, base, clients.train[0])  # line 2
+    state = log.state or {
+        "round": 0, "iteration": 0, "w": w, "uncertainties": torch.zeros(len(everyone)),
+        "allowed": torch.ones(len(clients.train), args.codebook_size, dtype=torch.bool, device=device),
+    }  # line 3  # fmt: skip
+    if log.state:  # a resumed run's codebook has grown
+        model.codebook.extend(state["allowed"].shape[1] - args.codebook_size, None, random_at(0, "overwritten"))
+    for iteration in range(state["iteration"], iterations):  # line 4
+        if iteration > state["iteration"]:
+            for k in everyone[uncertain(state["uncertainties"], args.gamma, args.reference)].tolist():  # line 8
+                extend(args, trainer, model, state, clients, k)
+        state["iteration"] = iteration
+        until, most = (args.rounds + i * args.later_rounds for i in (iteration, iterations - 1))  # line 23
+        for t in log.rounds(state, until, most):  # line 5
+            selected = splits.draw(everyone, args.sample, random_at(args.seed, "select", t))
+            sizes, allowed = clients.sizes[selected].to(device), state["allowed"][selected]
+            for m, w in enumerate(state["w"]):
+                updates, losses = trainer.local_updates(
+                    model, w, selected.tolist(), clients.train, t, uefl_loss,
+                    per_client=lambda model, k: model.codebook.use(state["allowed"][k]),
+                    progress=lambda share: log.tick(share / len(state["w"])),
+                )  # lines 6-18  # fmt: skip
+                state["w"][m] = average(model, w, updates, sizes, allowed)  # line 20
+            state["round"], found = t, assess(args, trainer, model, state, clients)
+            state["uncertainties"] = torch.tensor(found["uncertainties"])  # line 22
+            log.log(t, losses @ sizes / sizes.sum(), selected, **found)
+        if not uncertain(state["uncertainties"], args.gamma, args.reference).any():  # line 24
+            break
+    log.finish(state, model, state["w"][0])
+    return model, state
+
+
+# Section 4 of the paper; optimizer, lr, batch size, local epochs and rounds are from the authors' code. glyphs: ours.
+PAPER = {
+    "partition": "silos", "rotate": [0, -50, 120], "silos": [3, 3, 3], "codebook_size": 64, "gamma": 0.1,
+    "optimizer": "adam", "lr": 1e-4, "batch_size": 1024, "local_epochs": 20, "rounds": 20, "later_rounds": 5,
+}  # fmt: skip
+SETTINGS = {
+    "glyphs": {**PAPER, "silo_size": 300, "model": "resblocks", "width": 0.0625, "gamma": 0.05, "lr": 2e-3,
+               "batch_size": 32, "local_epochs": 3, "rounds": 5, "later_rounds": 3, "iterations": 4},
+    "mnist": {**PAPER, "model": "resblocks", "codebook_size": 32, "gamma": 0.3},
+    "fmnist": {**PAPER, "model": "resblocks"},
+    "gtsrb": {**PAPER, "model": "vgg16"},
+    "cifar10": {**PAPER, "model": "vgg16", "gamma": 0.2},
+    "cifar100": {**PAPER, "model": "vgg16", "silo_size": 4000, "segments": 4},
+    "folder": {**PAPER, "model": "resnet18", "partition": "domain", "rotate": None},
+}  # fmt: skip
+
+
+def own_flags(add) -> None:
+    whole = flags.at_least(1)
+    add("--silos", type=flags.at_least(0), nargs="+", metavar="N", help="how many silos each domain has")
+    add("--silo-size", type=whole, default=2000, help="training images of a silo")
+    add("--codebook-size", type=flags.at_least(0), default=64, help="v, codewords to begin with and to add; 0: FedAvg")
+    add("--segments", type=whole, default=1, help="s, parts of a token that each get a codeword")
+    add("--gamma", type=flags.at_least(0, float), default=0.1, help="gamma of equation 7; larger extends less")
+    add("--reference", choices=["min", "mean"], default="min", help="what equation 7 holds uncertainties against")
+    add("--iterations", type=whole, default=5, help="at most; with 1 nobody is extended (VQ-FedAvg, static codebook)")
+    add("--later-rounds", type=whole, default=5, help="rounds of every iteration after the first")
+    add("--init", choices=["kmeans", "gaussian"], default="kmeans", help="of new codewords")
+    add("--commitment", type=flags.at_least(0, float), default=0.25, help="weight of ||sg(c) - z||^2")
+    add("--beta", type=flags.at_least(0, float), default=1.0, help="weight of ||c - sg(z)||^2")
+    add("--no-token-norm", action="store_true", help="no layer norm before the codebook")
+    add("--dropout", type=flags.at_least(0, float, 0.99), default=0.1, help="probability of both dropout layers")
+    add("--passes", type=whole, default=20, help="T, passes with dropout on")
+    add("--ensemble", type=whole, default=1, help="above 1: deep ensemble of so many models instead of dropout")
+    add("--unseen-codewords", choices=["all", "shared"], default="all", help="those of a domain that never trained")
+    add("--no-compare", action="store_true", help="do not train FedAvg for as many rounds afterwards")
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = flags.parse(__doc__, SETTINGS, own_flags, argv)
+    data, clients, base, trainer = flags.prepare(args, dropout=args.dropout)
+    log = run.Run(args, COLUMNS, trainer.device)
+    plots.partition(log.folder / "partition.png", data, clients)
+    model, state = federate(args, trainer, base, clients, log)
+    runs = {"UEFL" if args.codebook_size else "FedAvg": log}
+    if args.codebook_size and not args.no_compare:
+        plain = argparse.Namespace(**{**vars(args), "codebook_size": 0, "rounds": state["round"], "ensemble": 1})
+        runs["FedAvg"] = run.Run(plain, COLUMNS, trainer.device, log.folder / "fedavg")
+        federate(plain, trainer, base, clients, runs["FedAvg"])
+
+    names = [clients.names[k] for k in clients.participating]
+    allowed = state["allowed"][clients.participating]
+    plots.learning_curves(log.folder / "curves.png", {name: r.rows for name, r in runs.items()})
+    plots.uncertainties(log.folder / "uncertainty.png", log.rows, names)
+    if args.codebook_size:
+        tokens = []
+        for k, mine in zip(clients.participating.tolist(), allowed, strict=True):
+            model.codebook.use(mine)
+            z = trainer.predict(model, state["w"][0], clients.test[k], model.encode)
+            tokens.append(z.reshape(-1, model.codebook.codewords.shape[1]))
+        plots.codebook(log.folder / "codebook.png", tokens, names, model.codebook.codewords.detach(), allowed)
+    domains = sorted(set(names), key=names.index)
+    rows = []
+    for name, r in runs.items():
+        of_client = [float(a) for a in r.rows[-1]["accuracies"].split()]
+        of_domain = [np.mean([a for a, n in zip(of_client, names, strict=True) if n == d]) for d in domains]
+        rows.append([name, *(float(r.rows[-1][c]) for c in ("mA", "mE", "mP")), *of_domain])
+    run.table(f"{data.name}: {len(names)} clients, {state['round']} rounds", ["", "mA", "mE", "mP", *domains], rows)
+    print(f"metrics, models and pictures are in {log.folder}")
+
+
+if __name__ == "__main__":
+    run.launch(main)
