@@ -62,7 +62,7 @@ import torch.nn.functional as F
 from scipy.cluster.vq import kmeans2
 from torch import Tensor
 
-from common import flags, plots, random_at, run, splits, train
+from common import UserError, flags, plots, random_at, run, splits, train
 from common.splits import Clients
 
 
@@ -188,8 +188,11 @@ def build(args, trainer: train.Trainer, base: nn.Module, samples: Tensor) -> tup
     base = copy.deepcopy(base)
     one = trainer.batch(samples[:1].to(trainer.device))
     dim = base.features.eval()(one).shape[1]
-    with train.seeded(torch.device("cpu"), args.seed, "codebook"):
-        codebook = ExtensibleCodebook(args.codebook_size, dim, args.segments, args.commitment, args.beta)
+    try:
+        with train.seeded(torch.device("cpu"), args.seed, "codebook"):
+            codebook = ExtensibleCodebook(args.codebook_size, dim, args.segments, args.commitment, args.beta)
+    except ValueError as e:
+        raise UserError(f"--segments: {e}") from e
     norm = args.codebook_size > 0 and not args.no_token_norm
     model = UEFL(base.features, codebook, base.classifier, norm).to(trainer.device)
     weights = [train.get_weights(model)]
@@ -252,10 +255,9 @@ def extend(args, trainer: train.Trainer, model: UEFL, state: dict, clients: Clie
     state["allowed"] = torch.cat([state["allowed"], new], dim=1)
 
 
-def federate(args, trainer: train.Trainer, base: nn.Module, clients: Clients, log: run.Run) -> tuple[UEFL, dict]:
-    """Algorithm 1. Returns the model and what the server remembers at the end, with the weights in state["w"]."""
+def federate(args, trainer: train.Trainer, model: UEFL, w: list[Tensor], clients: Clients, log: run.Run) -> dict:
+    """Algorithm 1 from line 3 on. Returns what the server remembers at the end, with the weights in state["w"]."""
     everyone, device, iterations = clients.participating, trainer.device, args.iterations if args.codebook_size else 1
-    model, w = build(args, trainer, base, clients.train[0])  # line 2
     state = log.state or {
         "round": 0, "iteration": 0, "w": w, "uncertainties": torch.zeros(len(everyone)),
         "allowed": torch.ones(len(clients.train), args.codebook_size, dtype=torch.bool, device=device),
@@ -284,7 +286,7 @@ def federate(args, trainer: train.Trainer, base: nn.Module, clients: Clients, lo
         if not uncertain(state["uncertainties"], args.gamma, args.reference).any():  # line 24
             break
     log.finish(state, model, state["w"][0])
-    return model, state
+    return state
 
 
 # Section 4 of the paper; optimizer, lr, batch size, local epochs and rounds are from the authors' code. glyphs: ours.
@@ -293,8 +295,9 @@ PAPER = {
     "optimizer": "adam", "lr": 1e-4, "batch_size": 1024, "local_epochs": 20, "rounds": 20, "later_rounds": 5,
 }  # fmt: skip
 SETTINGS = {
-    "glyphs": {**PAPER, "silo_size": 300, "model": "resblocks", "width": 0.0625, "gamma": 0.05, "lr": 2e-3,
-               "batch_size": 32, "local_epochs": 3, "rounds": 5, "later_rounds": 3, "iterations": 4},
+    "glyphs": {**PAPER, "silo_size": 300, "model": "resblocks", "width": 0.0625, "segments": 8, "gamma": 0.02,
+               "commitment": 0.1, "lr": 2e-3, "batch_size": 32, "local_epochs": 6, "rounds": 3, "later_rounds": 2,
+               "iterations": 3},
     "mnist": {**PAPER, "model": "resblocks", "codebook_size": 32, "gamma": 0.3},
     "fmnist": {**PAPER, "model": "resblocks"},
     "gtsrb": {**PAPER, "model": "vgg16"},
@@ -306,8 +309,6 @@ SETTINGS = {
 
 def own_flags(add) -> None:
     whole = flags.at_least(1)
-    add("--silos", type=flags.at_least(0), nargs="+", metavar="N", help="how many silos each domain has")
-    add("--silo-size", type=whole, default=2000, help="training images of a silo")
     add("--codebook-size", type=flags.at_least(0), default=64, help="v, codewords to begin with and to add; 0: FedAvg")
     add("--segments", type=whole, default=1, help="s, parts of a token that each get a codeword")
     add("--gamma", type=flags.at_least(0, float), default=0.1, help="gamma of equation 7; larger extends less")
@@ -328,14 +329,15 @@ def own_flags(add) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = flags.parse(__doc__, SETTINGS, own_flags, argv)
     data, clients, base, trainer = flags.prepare(args, dropout=args.dropout)
+    model, w = build(args, trainer, base, clients.train[0])  # line 2
     log = run.Run(args, COLUMNS, trainer.device)
     plots.partition(log.folder / "partition.png", data, clients)
-    model, state = federate(args, trainer, base, clients, log)
+    state = federate(args, trainer, model, w, clients, log)
     runs = {"UEFL" if args.codebook_size else "FedAvg": log}
     if args.codebook_size and not args.no_compare:
         plain = argparse.Namespace(**{**vars(args), "codebook_size": 0, "rounds": state["round"], "ensemble": 1})
         runs["FedAvg"] = run.Run(plain, COLUMNS, trainer.device, log.folder / "fedavg")
-        federate(plain, trainer, base, clients, runs["FedAvg"])
+        federate(plain, trainer, *build(plain, trainer, base, clients.train[0]), clients, runs["FedAvg"])
 
     names = [clients.names[k] for k in clients.participating]
     allowed = state["allowed"][clients.participating]

@@ -23,7 +23,7 @@ from torchvision.transforms.functional import InterpolationMode
 from torchvision.transforms.functional import rotate as rotate_images
 from tqdm import tqdm
 
-from common import UserError
+from common import UserError, first_line
 from common.glyphs import glyphs
 
 NAMES = ["glyphs", "mnist", "fmnist", "emnist", "cifar10", "cifar100", "gtsrb", "shakespeare"]
@@ -123,7 +123,7 @@ def _from_torchvision(name: str, root: Path) -> Dataset:
         (x_train, y_train), (x_test, y_test) = _arrays(train), _arrays(test)
     except Exception as e:  # torchvision raises anything from URLError to AssertionError over a bad or absent file
         raise UserError(
-            f"{name} is not in {root}/ and could not be downloaded or read ({type(e).__name__}: {e}): without a "
+            f"{name} is not in {root}/ and could not be downloaded or read ({first_line(e)}): without a "
             f"network, copy the files of torchvision's {name} there, or name their folder with --data-dir"
         ) from e
     x = torch.cat([x_train, x_test])
@@ -202,7 +202,7 @@ def _decode(files: list[Path], image_size: int) -> Tensor:
             with Image.open(file) as image:
                 return np.array(image.convert("RGB").resize((image_size, image_size), Image.BILINEAR))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
-            raise UserError(f"{file} cannot be read as an image ({e}): mend or remove it") from e
+            raise UserError(f"{file} cannot be read as an image ({first_line(e)}): mend or remove it") from e
 
     x = torch.empty(len(files), image_size, image_size, 3, dtype=torch.uint8)
     with ThreadPoolExecutor() as pool:  # threads: Pillow lets go of the interpreter while it decodes
@@ -227,8 +227,8 @@ def _shakespeare_file(root: Path) -> Path:
             torchvision.datasets.utils.download_url(PLAYS_URL, str(file.parent), file.name, PLAYS_MD5)
         except Exception as e:
             raise UserError(
-                f"{file} does not exist and could not be downloaded ({e}): without a network, put a text of plays "
-                "there, or name the folder that has it with --data-dir"
+                f"{file} does not exist and could not be downloaded ({first_line(e)}): without a network, put a text "
+                "of plays there, or name the folder that has it with --data-dir"
             ) from e
     return file
 
@@ -245,7 +245,7 @@ def plays(file: Path) -> Dataset:
         text = file.read_text(encoding="utf-8")
         windows, stride = (_leaf_windows(text), 1) if file.suffix == ".json" else (_speech_windows(text), STRIDE)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
-        raise UserError(f"{file} cannot be read as plays or as LEAF's JSON ({type(e).__name__}: {e})") from e
+        raise UserError(f"{file} cannot be read as plays or as LEAF's JSON ({first_line(e)})") from e
     gap = WINDOW // stride
     windows = {speaker: w for speaker, w in sorted(windows.items()) if len(w) * 9 // 10 > gap}
     if not windows:

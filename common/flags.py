@@ -71,6 +71,8 @@ def parse(doc: str, settings: dict[str, dict], own_flags: Callable, argv: list[s
     add("--clients", type=at_least(1), help="N, all clients (default: 100, or one per domain)")
     add("--participating", type=at_least(1), help="M, clients that may be selected (default: 4 in 10, or all domains)")
     add("--sample", type=at_least(1), help="K, clients selected a round (default: 1 in 4, or one per training domain)")
+    add("--silos", type=at_least(0), nargs="+", metavar="N", help="silos: how many of them each domain has")
+    add("--silo-size", type=at_least(1), default=2000, help="silos: training samples of each")
     add = parser.add_argument_group("model and training").add_argument
     add("--model", default="cnn", help=", ".join(models.NAMES))
     add("--width", type=positive, default=1.0, help="multiplies the channels of this project's own models")
@@ -131,8 +133,7 @@ def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Cl
     dataset = data.load(args.dataset, args.data_dir, args.image_size, args.rotate or (), args.seed)
     clients = splits.deal(
         dataset, args.seed, args.partition, alpha=args.alpha, clients=args.clients, participating=args.participating,
-        test_domain=args.test_domain, silos_per_domain=getattr(args, "silos", None),
-        silo_size=getattr(args, "silo_size", None),
+        test_domain=args.test_domain, silos_per_domain=args.silos, silo_size=args.silo_size,
     )  # fmt: skip
     takes_part = len(clients.participating)
     if args.sample is None:

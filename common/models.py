@@ -11,7 +11,7 @@ import torch.nn as nn
 import torchvision
 from torch import Tensor
 
-from common import UserError
+from common import UserError, first_line
 
 NAMES = ["cnn", "convnet", "resblocks", "resnet18", "resnet50", "vgg16", "charrnn"]
 
@@ -72,7 +72,7 @@ def build(
             example = torch.zeros(1, *shape, dtype=torch.long if is_text else torch.float32)
             size = features.eval()(example).numel()
     except RuntimeError as e:
-        raise UserError(f"--model {name} does not take samples of shape {tuple(shape)} ({e})") from e
+        raise UserError(f"--model {name} does not take samples of shape {tuple(shape)} ({first_line(e)})") from e
     return Classifier(features.train(), head(size, hidden, classes, activation, dropout))
 
 
@@ -194,6 +194,6 @@ def _load_imagenet(net: nn.Module, name: str, source: str) -> None:
         net.load_state_dict(state)
     except Exception as e:  # anything from URLError to UnpicklingError; load_state_dict's own text has many lines
         raise UserError(
-            f"--pretrained: no weights of {name} to be had from {source} ({str(e).splitlines()[0]}): without a "
+            f"--pretrained: no weights of {name} to be had from {source} ({first_line(e)}): without a "
             f"network, fetch {weights.url} elsewhere and give the file's path"
         ) from e

@@ -67,7 +67,7 @@ def partition(file: Path, data: Dataset, clients: Clients) -> None:
         all_axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=sizes, squeeze=False)[:, 0]
         for axes, (what, values, names) in zip(all_axes, panels, strict=True):
             counts = torch.stack([torch.bincount(values[clients.train[k]], minlength=len(names)) for k in order], 1)
-            image = axes.imshow(counts, aspect="auto", cmap="Greys", interpolation="nearest", vmin=0)
+            image = axes.imshow(counts.numpy(), aspect="auto", cmap="Greys", interpolation="nearest", vmin=0)
             axes.axvline(len(clients.participating) - 0.5, color=COLOURS[1])
             axes.set(ylabel=what)
             if len(names) <= 20:
@@ -149,7 +149,7 @@ def codebook(file: Path, tokens: Sequence[Tensor], names: Sequence[str], codewor
         for k, kind in enumerate(kinds):
             of_kind = torch.cat([(t - mean) @ plane for t, name in zip(tokens, names, strict=True) if name == kind])
             axes.scatter(
-                *of_kind[:: len(of_kind) // 1500 + 1].T,
+                *of_kind[:: len(of_kind) // 1500 + 1].T.numpy(),
                 s=3,
                 alpha=0.25,
                 lw=0,
@@ -158,9 +158,11 @@ def codebook(file: Path, tokens: Sequence[Tensor], names: Sequence[str], codewor
             )
         for k, kind in enumerate(kinds):
             own = allowed[[name == kind for name in names]].any(0) & ~shared
-            axes.scatter(*placed[own].T, s=26, marker=MARKERS[k % 7], color=COLOURS[k % 7], ec="black", lw=0.6,
+            axes.scatter(*placed[own].T.numpy(), s=26, marker=MARKERS[k % 7], color=COLOURS[k % 7], ec="black", lw=0.6,
                          label=f"own codewords, domain {kind}" if own.any() else None)  # fmt: skip
-        axes.scatter(*placed[shared].T, s=40, marker="*", color="white", ec="black", lw=0.8, label="shared codewords")
+        axes.scatter(
+            *placed[shared].T.numpy(), s=40, marker="*", color="white", ec="black", lw=0.8, label="shared codewords"
+        )
         axes.set(xlabel="first principal component", ylabel="second")
         axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), markerscale=1.5)
         _save(figure, file)

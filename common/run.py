@@ -165,12 +165,12 @@ def read_metrics(file: Path) -> list[dict[str, str]]:
 def _read_checkpoint(file: Path, device: torch.device) -> dict:
     try:
         state = torch.load(file, weights_only=True, map_location=device)
-        if state.pop("version") != 1:
-            raise UserError(f"{file} was written by another version of this project")
-        state.pop("method")
-        return state
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError, AttributeError) as e:
-        raise UserError(f"{file} is not a checkpoint that can be read ({str(e).splitlines()[0]})") from e
+        version, _ = state.pop("version"), state.pop("method")
+    except Exception as e:  # from EOFError to UnpicklingError, whose text tells users to load it unsafely
+        raise UserError(f"{file} is not a checkpoint that can be read: it is damaged, or something else") from e
+    if version != 1:
+        raise UserError(f"{file} was written by another version of this project")
+    return state
 
 
 def _new_folder(method: str, dataset: str) -> Path:

@@ -74,7 +74,7 @@ def dirichlet(
             _, k = richest[0]
             poor.append(held[k].pop(rng.integers(len(held[k]))))
             heapq.heapreplace(richest, (-len(held[k]), k))
-    return [torch.tensor(h) for h in held]
+    return [torch.tensor(h, dtype=torch.long) for h in held]
 
 
 def by_domain(domain: Tensor, clients: int, rng: np.random.Generator) -> list[Tensor]:
@@ -113,7 +113,7 @@ def silos(domain: Tensor, per_domain: list[int], size: int, rng: np.random.Gener
         samples = torch.nonzero(domain == value).flatten()[
             torch.from_numpy(rng.permutation(int((domain == value).sum())))
         ]
-        parts += list(samples[: k * size].split(size))
+        parts += samples[: k * size].view(k, size).unbind()
     return parts
 
 
@@ -181,7 +181,7 @@ def symmetric_noise(
 def deal(
     data: Dataset, seed: int, partition: str, *, alpha: float = 0.1, clients: int | None = None,
     participating: int | None = None, test_domain: str | None = None, silos_per_domain: list[int] | None = None,
-    silo_size: int | None = None,
+    silo_size: int = 2000,
 ) -> Clients:  # fmt: skip
     """The clients of a run.
 
@@ -210,6 +210,8 @@ def deal(
 
     rng = random_at(seed, "split")
     if partition == "silos":
+        if silos_per_domain is None:
+            raise UserError("--partition silos needs --silos: how many each domain has")
         parts = [pool[i] for i in silos(data.domain[pool], silos_per_domain, silo_size, rng)]
         train, test = _silo_tests(data, parts, silo_size, silos_per_domain, test_domain, rng)
     else:

@@ -5,6 +5,8 @@ of batch norm). A client's upload is a row of G [K, P], row i = w - w_i, so that
 papers: w = w - alpha @ G.
 """
 
+import ctypes
+import os
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 
@@ -13,21 +15,31 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import UserError, random_at
+from common import UserError, first_line, random_at
 from common.data import Dataset
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 LossFn = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep what is freed, for otherwise each batch maps its buffers anew; elsewhere does nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
 def pick_device(name: str) -> torch.device:
     """`auto` is the GPU where there is one. Raises UserError for a device that is not there."""
+    keep_freed_memory()
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as e:
-        raise UserError(f"--device {name} cannot be used ({str(e).splitlines()[0]}): choose auto or cpu") from e
+        raise UserError(f"--device {name} cannot be used ({first_line(e)}): choose auto or cpu") from e
     return device
 
 
@@ -46,6 +58,9 @@ def get_weights(model: nn.Module) -> Tensor:
 def set_weights(model: nn.Module, w: Tensor) -> None:
     """Writes w [P] into the model."""
     tensors = weights_of(model)
+    for count in set(model.buffers()) - set(tensors):  # what w does not hold: batch norm's count of batches, unused
+        if count.dtype == torch.long:
+            count.zero_()
     for t, part in zip(tensors, w.split([t.numel() for t in tensors]), strict=True):
         t.copy_(part.view_as(t))
 

@@ -1,0 +1,51 @@
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import common.data
+from common.data import Dataset
+from common.train import Trainer
+
+torch.set_num_threads(1)  # the models here are too small to share, and tests often run beside other work
+
+
+def make_tiny(n_train=120, n_test=60, size=8) -> Dataset:
+    """Three classes, each a bright quarter of an 8x8 image under noise, in two domains, the second of them darker."""
+    rng = np.random.default_rng(0)
+    n = n_train + n_test
+    y, domain = rng.integers(0, 3, n), np.arange(n) % 2
+    x = rng.integers(0, 60, (n, 1, size, size))
+    half = size // 2
+    for i in range(n):
+        top, left = divmod(int(y[i]), 2)
+        x[i, 0, top * half : (top + 1) * half, left * half : (left + 1) * half] += 180 - 100 * domain[i]
+    return Dataset(
+        "tiny", torch.from_numpy(x).to(torch.uint8), torch.from_numpy(y), torch.arange(n_train),
+        torch.arange(n_train, n), ["a", "b", "c"], torch.from_numpy(domain), ["light", "dark"],
+    )  # fmt: skip
+
+
+@pytest.fixture
+def tiny():
+    return make_tiny()
+
+
+@pytest.fixture
+def trainer(tiny):
+    return Trainer(tiny, torch.device("cpu"), seed=0, epochs=2, batch_size=16, lr=0.1)
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path):
+    """start(method, "--flag value ...") runs a method on the tiny data set in a temporary folder, and returns that."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(common.data, "load", lambda name, *args: make_tiny())
+
+    def run_method(method, flags):
+        monkeypatch.setattr(sys, "argv", [f"{method.__name__}.py", *flags.split()])
+        method.main()
+        return tmp_path
+
+    return run_method

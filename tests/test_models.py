@@ -1,0 +1,96 @@
+import pytest
+import torch
+import torchvision
+
+from common import UserError
+from common.models import build
+
+
+def parameters(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+IMAGE_MODELS = [("cnn", 1, 28), ("convnet", 1, 28), ("resblocks", 1, 28), ("resnet18", 3, 32), ("vgg16", 3, 32)]
+
+
+@pytest.mark.parametrize(("name", "channels", "size"), IMAGE_MODELS)
+def test_a_model_is_its_classifier_after_its_features(name, channels, size):
+    model = build(name, (channels, size, size), 7, width=0.125).eval()
+    x = torch.rand(2, channels, size, size) * 2 - 1
+    assert model(x).shape == (2, 7)
+    assert torch.equal(model(x), model.classifier(model.features(x)))
+
+
+def test_mcmahans_cnn_has_as_many_parameters_as_their_paper_says():
+    assert parameters(build("cnn", (1, 28, 28), 10)) == 1_663_370
+
+
+def test_guos_convnet():
+    convolutions = 9 * (64 + 64 * 128 + 128 * 128 + 128 * 128) + 64 + 3 * 128
+    norms = 2 * (64 + 3 * 128)
+    assert parameters(build("convnet", (1, 28, 28), 10)) == convolutions + norms + 128 * 10 + 10
+
+
+def test_zhangs_encoder_gives_nine_tokens_of_512_channels():
+    assert build("resblocks", (1, 28, 28), 10).features(torch.zeros(2, 1, 28, 28)).shape == (2, 512, 3, 3)
+
+
+def test_leafs_character_model():
+    lstm = [4 * 256 * (inputs + 256 + 2) for inputs in (8, 256)]
+    model = build("charrnn", (80,), 64)
+    assert parameters(model) == 64 * 8 + sum(lstm) + 256 * 64 + 64
+    assert model(torch.randint(0, 64, (3, 80))).shape == (3, 64)
+
+
+def test_width_scales_channels():
+    assert build("cnn", (1, 28, 28), 10, width=0.25).features[3].weight.shape == (16, 8, 5, 5)
+
+
+def test_without_pretrained_weights_no_sample_sees_the_rest_of_its_batch():
+    model = build("resnet18", (3, 32, 32), 5)
+    x = torch.rand(4, 3, 32, 32)
+    assert torch.allclose(model(x)[:1], model(x[:1]), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vgg16"])
+def test_pretrained_weights_give_torchvisions_features(name, tmp_path):
+    torch.manual_seed(0)
+    theirs = getattr(torchvision.models, name)()
+    for module in theirs.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.normal_(module.running_mean, std=0.1)
+            torch.nn.init.uniform_(module.running_var, 0.5, 2)
+    torch.save(theirs.state_dict(), tmp_path / "weights.pth")
+    ours = build(name, (3, 64, 64), 5, pretrained=str(tmp_path / "weights.pth"))
+    ours.train()
+    theirs.eval()
+    image = torch.rand(2, 3, 64, 64)
+    normalised = torchvision.transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])(image)
+    if name == "vgg16":
+        assert torch.allclose(ours.features(image * 2 - 1), theirs.features(normalised), atol=1e-4)
+    else:
+        ours.features[1].fc = theirs.fc = torch.nn.Identity()
+        assert torch.allclose(ours.features(image * 2 - 1), theirs(normalised), atol=1e-4), "with frozen statistics"
+
+
+def test_grey_images_go_through_pretrained_weights(tmp_path):
+    torch.save(torchvision.models.resnet18().state_dict(), tmp_path / "weights.pth")
+    assert build("resnet18", (1, 32, 32), 5, pretrained=str(tmp_path / "weights.pth"))(
+        torch.rand(1, 1, 32, 32)
+    ).shape == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("lenet", (1, 28, 28), 10), "choose from cnn"),
+        (("charrnn", (1, 28, 28), 10), "not for images"),
+        (("cnn", (80,), 64), "charrnn"),
+        (("vgg16", (3, 16, 16), 10), "does not take samples of shape"),
+        (("cnn", (1, 28, 28), 10, 1.0, 0.0, "imagenet"), "no ImageNet weights for cnn"),
+        (("resnet18", (3, 32, 32), 10, 1.0, 0.0, "absent.pth"), "absent.pth"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, says):
+    with pytest.raises(UserError, match=says):
+        build(*arguments)

@@ -1,0 +1,179 @@
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fedavg
+import uefl
+from common import run
+
+ROOT = Path(__file__).parent.parent
+CUTS = {
+    fedavg: "--model cnn --width 0.125 --local-epochs 1 --clients 6 --participating 4 --sample 2 --rounds 4 ",
+    uefl: "--model resblocks --width 0.01 --partition domain --local-epochs 1 --batch-size 10 --lr 0.003 --gamma 0 "
+    "--codebook-size 4 --segments 1 --rounds 2 --later-rounds 1 --iterations 3 --rotate 0 90 ",
+}
+
+
+def without_times(folder):
+    rows = run.read_metrics(folder / "metrics.csv")
+    return [{c: v for c, v in row.items() if c != "seconds"} for row in rows]
+
+
+@pytest.mark.parametrize("method", CUTS)
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(start, method):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        folder = start(method, CUTS[method] + f"--seed {seed} --out {name}")
+    assert without_times(folder / "a") == without_times(folder / "b") != without_times(folder / "c")
+    assert (folder / "a/model.pt").read_bytes() == (folder / "b/model.pt").read_bytes()
+
+
+@pytest.mark.parametrize("method", CUTS)
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+def test_a_run_that_was_stopped_goes_on_to_the_same_end(start, method, stop, monkeypatch):
+    folder = start(method, CUTS[method] + "--out whole")
+    save, log = run.Run.save, run.Run.log
+
+    def stop_here(self, t, *args, **values):
+        log(self, t, *args, **values)
+        if t == stop and self.folder.name == "cut":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.Run, "log", stop_here)
+        patch.setattr(run.time, "monotonic", iter(range(0, 10**6, 20)).__next__)  # a checkpoint after every round
+        with pytest.raises(KeyboardInterrupt):
+            start(method, CUTS[method] + "--out cut")
+    assert run.Run.save is save
+    start(method, "--resume cut")
+    assert without_times(folder / "cut") == without_times(folder / "whole")
+    assert (folder / "cut/model.pt").read_bytes() == (folder / "whole/model.pt").read_bytes()
+
+
+def test_a_resumed_runs_clock_goes_on(start):
+    folder = start(fedavg, CUTS[fedavg] + "--out run")
+    before = run.read_metrics(folder / "run/metrics.csv")
+    start(fedavg, "--resume run")
+    assert run.read_metrics(folder / "run/metrics.csv") == before, "there was nothing left to do"
+
+
+def test_without_out_a_new_folder_is_made_each_time(start):
+    folder = start(fedavg, CUTS[fedavg])
+    start(fedavg, CUTS[fedavg])
+    assert len(list((folder / "runs").iterdir())) == 2
+
+
+def test_flags_are_kept(start):
+    folder = start(fedavg, CUTS[fedavg] + "--out run --lr 0.07")
+    kept = json.loads((folder / "run/args.json").read_text())
+    assert kept["flags"]["lr"] == 0.07 and kept["flags"]["partition"] == "dirichlet" and kept["method"] == "fedavg"
+
+
+MISTAKES = [
+    (fedavg, "--dataset cifar11", "no data set 'cifar11': choose from"),
+    (fedavg, "--dataset missing/folder", "no data set 'missing/folder'"),
+    (fedavg, "--dataset mnist --data-dir empty", "--data-dir"),
+    (fedavg, "--rounds 0", "--rounds: 0 is out of range"),
+    (fedavg, "--rounds many", "'many' is not a whole number"),
+    (fedavg, "--lr nan", "--lr: nan is out of range"),
+    (fedavg, "--roudns 3", "--roudns"),
+    (fedavg, "--clients 40 --participating 50", "50 of 40 clients"),
+    (fedavg, "--participating 40 --sample 50", "--sample 50: only 40 clients participate"),
+    (fedavg, "--clients 5000", "lower --clients"),
+    (fedavg, "--test-domain gothic", "--test-domain gothic: glyphs has sans, serif"),
+    (fedavg, "--test-domain stix --partition dirichlet --rotate 0 90", "glyphs has 0, 90"),
+    (fedavg, "--rotate 15 15", "names an angle twice"),
+    (fedavg, "--model vgg99", "no model 'vgg99'"),
+    (fedavg, "--model vgg16", "vgg16 does not take samples of shape"),
+    (fedavg, "--model charrnn", "not for images"),
+    (fedavg, "--pretrained", "no ImageNet weights for cnn"),
+    (fedavg, "--device cuda:77", "--device cuda:77 cannot be used"),
+    (fedavg, "--resume nowhere", "no run to resume"),
+    (fedavg, "--out full", "full exists and is not empty"),
+    (fedavg, "--partition silos", "needs --silos"),
+    (uefl, "--silos 3 3", "2 numbers for 3 domains"),
+    (uefl, "--silo-size 50000", "do not fit"),
+    (uefl, "--segments 7", "cannot be cut into 7 segments"),
+    (uefl, "--resume full", "no run to resume"),
+    (uefl, "--resume other", "a run of fedavg.py, not of uefl.py"),
+    (uefl, "--dropout 1.5", "--dropout: 1.5 is out of range"),
+]
+
+
+@pytest.mark.parametrize(("method", "flags", "says"), MISTAKES, ids=[m[1] for m in MISTAKES])
+def test_a_mistake_is_one_clear_line_and_writes_nothing(method, flags, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/notes.txt").write_text("mine")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/args.json").write_text('{"method": "fedavg", "flags": {}}')
+    before = sorted(p for p in tmp_path.rglob("*"))
+    monkeypatch.setattr(sys, "argv", [f"{method.__name__}.py", *flags.split()])
+    with pytest.raises(SystemExit) as end:
+        run.launch(method.main)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert end.value.code == 2
+    assert len(lines) == 1 and says in lines[0] and lines[0].startswith(f"{method.__name__}.py: ")
+    after = sorted(p for p in tmp_path.rglob("*") if "empty" not in p.parts)
+    assert after == before, "torchvision may make its own empty folder, but nothing else appears"
+
+
+def test_a_resumed_run_keeps_its_flags(start, capsys):
+    folder = start(fedavg, CUTS[fedavg] + "--out run")
+    before = (folder / "run/metrics.csv").read_bytes()
+    with pytest.raises(SystemExit):
+        run.launch(lambda: start(fedavg, "--resume run --lr 3"))
+    assert "was run with --lr 0.05" in capsys.readouterr().err
+    for text in (b"", b"not a checkpoint"):
+        (folder / "run/checkpoint.pt").write_bytes(text)
+        with pytest.raises(SystemExit):
+            run.launch(lambda: start(fedavg, "--resume run"))
+        assert "not a checkpoint that can be read" in capsys.readouterr().err
+    assert (folder / "run/metrics.csv").read_bytes() == before
+
+
+def test_from_the_shell(tmp_path):
+    end = subprocess.run(
+        [sys.executable, ROOT / "uefl.py", "--dataset", "nope"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert end.returncode == 2 and end.stdout == "" and "Traceback" not in end.stderr
+    assert end.stderr.startswith("uefl.py: no data set 'nope'") and not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------ pieces that people copy
+
+
+def copied(file, *names):
+    """The named functions and classes of a file, executed with torch, numpy and scipy and nothing of this project."""
+    body = [
+        node
+        for node in ast.parse((ROOT / file).read_text()).body
+        if getattr(node, "name", None) in names
+        or (isinstance(node, ast.Import) and all(a.name.split(".")[0] in ("torch", "numpy") for a in node.names))
+        or (isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("torch", "scipy"))
+    ]
+    space = {"__name__": "elsewhere"}
+    exec(compile(ast.Module(body, []), file, "exec"), space)
+    return [space[name] for name in names]
+
+
+def test_fedavgs_pieces_run_alone():
+    select, weights = copied("fedavg.py", "select_power_of_choice", "aggregation_weights")
+    assert select(torch.arange(4), torch.tensor([1.0, 4, 3, 2]), 2).tolist() == [1, 2]
+    assert weights(torch.tensor([1.0, 3.0]), "size").tolist() == [0.25, 0.75]
+
+
+def test_uefls_pieces_run_alone():
+    names = ("ExtensibleCodebook", "predictive_entropy", "uncertain", "perplexity")
+    codebook_class, entropy, uncertain, perplexity = copied("uefl.py", *names)
+    codebook = codebook_class(8, 4, segments=2)
+    codebook.extend(8, torch.randn(5, 9, 4), np.random.default_rng(0))
+    output, loss, index = codebook(torch.randn(5, 9, 4))
+    loss.backward()
+    assert output.shape == (5, 9, 4) and 1 <= perplexity(index, 16) <= 16
+    assert uncertain(entropy(torch.rand(3, 5, 10).softmax(2)), 0.1).shape == (5,)
