@@ -4,9 +4,9 @@ Zhang, Cao and Liu, Uncertainty-Based Extensible Codebook for Discrete Federated
 (arXiv 2402.18888). An encoder turns an image into tokens, each token is replaced by the nearest of a few learned
 codewords, and a classifier reads these. Clients share v codewords; whoever stays uncertain gets v more.
 
-    Algorithm 1                                                          in the code
-     1  sample K silos as clients                                        clients.participating
-     2  initialise theta, and a codebook of v codewords, at random       state["w"], args.codebook_size
+    Algorithm 1, counting every line of its listing                      in the code
+     1  sample K data silos as clients                                   clients.participating
+     2  initialise theta, and a codebook of v codewords, at random       build(), args.codebook_size
      3  e_k = 0                                                          (nobody is extended in the first iteration)
      4  repeat                                                           iteration
      5      for each round t = 1, 2, ...
@@ -14,42 +14,50 @@ codewords, and a classifier reads these. Clients share v codewords; whoever stay
      7          for all K clients in parallel
      8              if e_k > (1 + gamma) min_j e_j                       uncertain()
      9                  K-means-initialise another v codewords           ExtensibleCodebook.extend
-    10                  v_k <- v_k + v                                   state["allowed"], one row a client
+    10                  v_k <- v_k + v                                   state["allowed"], a row a client
     12              z = f_E(x)                                           UEFL.encode
     13              c = the nearest of v_k codewords (equation 4)        ExtensibleCodebook.forward
     14              p = f_C(c)                                           UEFL.classify
-    15              L_code = ||sg(c) - z||^2 + beta ||c - sg(z)||^2      args.commitment times the first term
+    15              L_code = ||sg(c) - z||^2 + beta ||c - sg(z)||^2      ExtensibleCodebook.forward
     16              L_task = cross-entropy                               uefl_loss
     17              theta_k <- theta_k - eta grad (L_code + L_task)      args.lr
+    19          clients return theta_k                                   updates
     20          theta <- sum of n_k / n theta_k                          average()
-    22      evaluate uncertainty e_k (equation 6)                        assess(), predictive_entropy()
+    22      e_k = -sum p log p, the uncertainty (equation 6)             assess(), predictive_entropy()
     23      reduce the number of rounds                                  args.rounds, then args.later_rounds
     24  until e_k <= (1 + gamma) min_j e_j for all k (equation 7)        or after args.iterations iterations
 
 Where the paper is silent or unclear
  1. Lines 8-10 stand inside the loop over rounds; sections 3.1 and 3.2 extend once an iteration, at its start. So here.
- 2. New codewords belong to one client each (section 3.1: "exclusively accessible to the corresponding clients"). v_k
-    grows by v (line 10), though tables 11, 14 and 16 count as if it doubled.
+ 2. New codewords belong to one client each (section 3.1: "exclusively accessible to the corresponding heterogeneous
+    clients"). v_k grows by v (line 10), though tables 11, 14 and 16 count as if it doubled.
  3. Line 20 for codewords (section 3.2): each is averaged over the clients allowed to use it, by n_k among them.
- 4. e_k is the mean entropy over the client's held-out samples; their labels are not looked at.
+ 4. e_k is the mean entropy over the client's held-out samples; their labels are not looked at. These samples are its
+    share of the standard test set where there is one. mA and mP are taken with dropout off; mP is exp of the entropy
+    of how often codewords are used, over all segments.
  5. Which Gaussian initialises the codewords: the standard one. The tokens of a network with ReLUs, however, point all
     into much the same direction, and two to four codewords get all of them. So the encoder ends in a layer norm
     without parameters, which gives tokens the length of such codewords; --no-token-norm leaves it out. What it does
-    is measured in results/uefl.md; FedAvg does not gain by it.
- 6. beta and the weights of line 15's terms: as in the authors' code, 1 and 0.25, over means instead of sums.
+    is measured in results/uefl.md; FedAvg does not have it.
+ 6. beta = 1 on line 15's second term, and 0.25 (--commitment) on its first, as in the authors' code; both are means.
  7. Dropout: two layers (section 3.4), here one before each linear layer of the classifier; the encoder is therefore
-    the same in all T passes and runs once.
+    the same in all passes and runs once.
  8. Where a client that never trained picks its codewords (leave-one-domain-out): from all of the server's;
     --unseen-codewords shared keeps it to the shared ones. One that joins would get its own by lines 8-10.
- 9. Learning rate, batch size, local epochs and rounds are not given: SETTINGS has those of the authors' code.
-10. Images are scaled to -1..1. Without --pretrained, VGG16 and ResNet-18 start from random weights.
+ 9. Optimizer (Adam, where line 17 has gradient descent), learning rate, batch size and local epochs are the authors'
+    code's. Rounds: 40, then 20 (section 4 and appendix H, on CIFAR-10; the authors' code has 20, then 10).
+10. All clients train in each round; --sample takes fewer.
+11. Images are scaled to -1..1. The paper's VGG16 and ResNet-18 are pretrained: add --pretrained to compare with it.
 
-Where the authors' code differs: it keeps a codebook per silo and averages none; its second dropout acts on the logits;
-its evaluation turns dropout off, so that its T passes are one; its threshold stays what it was after iteration 1.
+Where the authors' code differs: it keeps codebooks per silo and averages none, averages the rest by 1/K, compares with
+the mean uncertainty unless told otherwise, and its threshold stays what it was after iteration 1; its second dropout
+acts on the logits, and its evaluation turns dropout off, so that its 20 passes are one.
 
     python uefl.py
-    python uefl.py --dataset cifar10
-    python uefl.py --dataset mnist --rotate 0 15 30 45 60 75 --test-domain 75
+    python uefl.py --dataset cifar10 --pretrained
+    python uefl.py --dataset mnist --silos 3 1 1                                                          (table 13)
+    python uefl.py --dataset mnist --rotate 0 15 30 45 60 75 --test-domain 75                              (table 2)
+    python uefl.py --dataset fmnist --partition dirichlet --clients 10 --participating 10 --sample 10     (table 12)
 """
 
 import argparse
@@ -183,27 +191,22 @@ def average(model: UEFL, w: Tensor, updates: Tensor, sizes: Tensor, allowed: Ten
     return w - step
 
 
-def build(args, trainer: train.Trainer, base: nn.Module, samples: Tensor) -> tuple[UEFL, list[Tensor]]:
-    """Line 2: the model `base` with a codebook in its middle, and w; for deep ensembles (appendix E) one w a member."""
-    base = copy.deepcopy(base)
+def build(args, trainer: train.Trainer, bases: list[nn.Module], samples: Tensor) -> tuple[UEFL, list[Tensor]]:
+    """Line 2: a model with a codebook in its middle and w; of several bases (deep ensembles, appendix E) one w each.
+
+    samples  some positions in the pool
+    """
     one = trainer.batch(samples[:1].to(trainer.device))
-    dim = base.features.eval()(one).shape[1]
-    try:
-        with train.seeded(torch.device("cpu"), args.seed, "codebook"):
+    dim = bases[0].features.eval()(one).shape[1]
+    if dim % args.segments:
+        raise UserError(f"--segments {args.segments} does not divide the {dim} channels of the model's tokens")
+    models = []
+    for m, base in enumerate(bases):
+        with train.seeded(torch.device("cpu"), args.seed, "codebook", m):
             codebook = ExtensibleCodebook(args.codebook_size, dim, args.segments, args.commitment, args.beta)
-    except ValueError as e:
-        raise UserError(f"--segments: {e}") from e
-    norm = args.codebook_size > 0 and not args.no_token_norm
-    model = UEFL(base.features, codebook, base.classifier, norm).to(trainer.device)
-    weights = [train.get_weights(model)]
-    for m in range(1, args.ensemble):
-        member = copy.deepcopy(model)
-        with train.seeded(trainer.device, args.seed, "member", m):
-            for module in member.modules():
-                if hasattr(module, "reset_parameters"):
-                    module.reset_parameters()
-        weights.append(train.get_weights(member))
-    return model, weights
+        norm = args.codebook_size > 0 and not args.no_token_norm
+        models.append(UEFL(copy.deepcopy(base.features), codebook, copy.deepcopy(base.classifier), norm))
+    return models[0].to(trainer.device), [train.get_weights(model.to(trainer.device)) for model in models]
 
 
 COLUMNS = ["iteration", "mA", "mE", "mP", "accuracies", "uncertainties", "codewords"]
@@ -212,30 +215,32 @@ COLUMNS = ["iteration", "mA", "mE", "mP", "accuracies", "uncertainties", "codewo
 def assess(args, trainer: train.Trainer, model: UEFL, state: dict, clients: Clients) -> dict:
     """A row of metrics.csv: line 22, each client's uncertainty, and the paper's means over clients mA, mE and mP.
 
-    All of it on held-out samples. The uncertainty is that of args.passes passes with dropout on, or, of a deep
-    ensemble, of one pass a member with dropout off. Accuracy and perplexity: dropout off, of an ensemble the first.
+    The uncertainty is that of args.passes passes with dropout on, or, of a deep ensemble, of one pass a member with
+    dropout off. Accuracy and perplexity: dropout off, of an ensemble the last member.
     """
     hits, entropies, perplexities = [], [], []
     for k in clients.participating.tolist():
         model.codebook.use(state["allowed"][k])
-        passes, members = [], []
+        passes = []
         for w in state["w"]:
             tokens = trainer.predict(model, w, clients.test[k], model.encode)
             with torch.no_grad(), train.seeded(trainer.device, args.seed, "passes", state["round"], k):
                 c, _, index = model.codebook(tokens)
-                members.append((model.classify(c).softmax(1), index))
+                certain = model.classify(c).softmax(1)
                 model.classifier.train()
-                passes += [model.classify(c).softmax(1) for _ in range(args.passes if args.ensemble == 1 else 0)]
-        probabilities, index = members[0]
-        hits.append((probabilities.argmax(1) == trainer.y[clients.test[k]]).float())
-        entropies.append(predictive_entropy(torch.stack(passes or [p for p, _ in members])).mean().item())
+                passes += (
+                    [model.classify(c).softmax(1) for _ in range(args.passes)] if args.ensemble == 1 else [certain]
+                )
+        hits.append((certain.argmax(1) == trainer.y[clients.test[k]]).float())
+        entropies.append(predictive_entropy(torch.stack(passes)).mean().item())
         perplexities.append(perplexity(index, len(model.codebook.codewords)).item())
     model.codebook.use(state["allowed"].all(0) | (args.unseen_codewords == "all"))
-    ood = trainer.evaluate(model, state["w"][0], [clients.ood])[0].item() if len(clients.ood) else None
+    ood = trainer.evaluate(model, state["w"][-1], [clients.ood])[0].item() if len(clients.ood) else None
     accuracies = [h.mean().item() for h in hits]
+    mean_perplexity = np.mean(perplexities) if args.codebook_size else None
     return {
         "id_accuracy": torch.cat(hits).mean().item(), "ood_accuracy": ood, "iteration": state["iteration"] + 1,
-        "mA": np.mean(accuracies), "mE": np.mean(entropies), "mP": np.mean(perplexities), "accuracies": accuracies,
+        "mA": np.mean(accuracies), "mE": np.mean(entropies), "mP": mean_perplexity, "accuracies": accuracies,
         "uncertainties": entropies, "codewords": state["allowed"][clients.participating].sum(1),
     }  # fmt: skip
 
@@ -244,9 +249,8 @@ def extend(args, trainer: train.Trainer, model: UEFL, state: dict, clients: Clie
     """Lines 9-10: client k, and nobody else, gets v more codewords (in each member of an ensemble)."""
     for m, w in enumerate(state["w"]):
         member = copy.deepcopy(model)
-        member.codebook.use(state["allowed"][k])
-        tokens = trainer.predict(member, w, clients.train[k], member.encode) if args.init == "kmeans" else None
         train.set_weights(member, w)
+        tokens = trainer.predict(member, w, clients.train[k], member.encode) if args.init == "kmeans" else None
         member.codebook.extend(args.codebook_size, tokens, random_at(args.seed, "codewords", state["round"], k, m))
         state["w"][m] = train.get_weights(member)
     model.codebook = member.codebook  # every w has this size from now on
@@ -262,11 +266,12 @@ def federate(args, trainer: train.Trainer, model: UEFL, w: list[Tensor], clients
         "round": 0, "iteration": 0, "w": w, "uncertainties": torch.zeros(len(everyone)),
         "allowed": torch.ones(len(clients.train), args.codebook_size, dtype=torch.bool, device=device),
     }  # line 3  # fmt: skip
-    if log.state:  # a resumed run's codebook has grown
-        model.codebook.extend(state["allowed"].shape[1] - args.codebook_size, None, random_at(0, "overwritten"))
+    if log.state:  # a resumed run's codebook has grown; its codewords are in state["w"]
+        model.codebook.extend(state["allowed"].shape[1] - args.codebook_size, None, random_at(args.seed, "any"))
     for iteration in range(state["iteration"], iterations):  # line 4
         if iteration > state["iteration"]:
-            for k in everyone[uncertain(state["uncertainties"], args.gamma, args.reference)].tolist():  # line 8
+            is_uncertain = uncertain(state["uncertainties"], args.gamma, args.reference).cpu()
+            for k in everyone[is_uncertain].tolist():  # line 8
                 extend(args, trainer, model, state, clients, k)
         state["iteration"] = iteration
         until, most = (args.rounds + i * args.later_rounds for i in (iteration, iterations - 1))  # line 23
@@ -278,28 +283,30 @@ def federate(args, trainer: train.Trainer, model: UEFL, w: list[Tensor], clients
                     model, w, selected.tolist(), clients.train, t, uefl_loss,
                     per_client=lambda model, k: model.codebook.use(state["allowed"][k]),
                     progress=lambda share: log.tick(share / len(state["w"])),
-                )  # lines 6-18  # fmt: skip
+                )  # lines 6-19  # fmt: skip
                 state["w"][m] = average(model, w, updates, sizes, allowed)  # line 20
-            state["round"], found = t, assess(args, trainer, model, state, clients)
+            state["round"] = t
+            found = assess(args, trainer, model, state, clients)
             state["uncertainties"] = torch.tensor(found["uncertainties"])  # line 22
             log.log(t, losses @ sizes / sizes.sum(), selected, **found)
         if not uncertain(state["uncertainties"], args.gamma, args.reference).any():  # line 24
             break
-    log.finish(state, model, state["w"][0])
+    log.finish(state, model, state["w"][-1])
     return state
 
 
-# Section 4 of the paper; optimizer, lr, batch size, local epochs and rounds are from the authors' code. glyphs: ours.
+# Section 4 of the paper, first two lines; the third is the authors' code's. glyphs: ours, with silos as in table 13.
 PAPER = {
     "partition": "silos", "rotate": [0, -50, 120], "silos": [3, 3, 3], "codebook_size": 64, "gamma": 0.1,
-    "optimizer": "adam", "lr": 1e-4, "batch_size": 1024, "local_epochs": 20, "rounds": 20, "later_rounds": 5,
+    "rounds": 40, "later_rounds": 20, "model": "resblocks",
+    "optimizer": "adam", "lr": 1e-4, "batch_size": 1024, "local_epochs": 20,
 }  # fmt: skip
 SETTINGS = {
-    "glyphs": {**PAPER, "silo_size": 300, "model": "resblocks", "width": 0.0625, "segments": 8, "gamma": 0.02,
-               "commitment": 0.1, "lr": 2e-3, "batch_size": 32, "local_epochs": 6, "rounds": 3, "later_rounds": 2,
-               "iterations": 3},
-    "mnist": {**PAPER, "model": "resblocks", "codebook_size": 32, "gamma": 0.3},
-    "fmnist": {**PAPER, "model": "resblocks"},
+    "glyphs": {**PAPER, "silos": [3, 1, 1], "silo_size": 500, "width": 0.0625, "segments": 8, "commitment": 0.1,
+               "lr": 2e-3, "batch_size": 32, "local_epochs": 6, "rounds": 3, "later_rounds": 2, "iterations": 3},
+    "mnist": {**PAPER, "codebook_size": 32, "gamma": 0.3},
+    "fmnist": PAPER,
+    "emnist": PAPER,
     "gtsrb": {**PAPER, "model": "vgg16"},
     "cifar10": {**PAPER, "model": "vgg16", "gamma": 0.2},
     "cifar100": {**PAPER, "model": "vgg16", "silo_size": 4000, "segments": 4},
@@ -313,50 +320,55 @@ def own_flags(add) -> None:
     add("--segments", type=whole, default=1, help="s, parts of a token that each get a codeword")
     add("--gamma", type=flags.at_least(0, float), default=0.1, help="gamma of equation 7; larger extends less")
     add("--reference", choices=["min", "mean"], default="min", help="what equation 7 holds uncertainties against")
-    add("--iterations", type=whole, default=5, help="at most; with 1 nobody is extended (VQ-FedAvg, static codebook)")
-    add("--later-rounds", type=whole, default=5, help="rounds of every iteration after the first")
+    add("--iterations", type=whole, default=5, help="at most; with 1 nobody is extended (static codebook, table 16)")
+    add("--later-rounds", type=whole, default=5, help="of each iteration after the first, which has --rounds")
     add("--init", choices=["kmeans", "gaussian"], default="kmeans", help="of new codewords")
     add("--commitment", type=flags.at_least(0, float), default=0.25, help="weight of ||sg(c) - z||^2")
     add("--beta", type=flags.at_least(0, float), default=1.0, help="weight of ||c - sg(z)||^2")
     add("--no-token-norm", action="store_true", help="no layer norm before the codebook")
     add("--dropout", type=flags.at_least(0, float, 0.99), default=0.1, help="probability of both dropout layers")
-    add("--passes", type=whole, default=20, help="T, passes with dropout on")
+    add("--passes", type=whole, default=20, help="passes with dropout on")
     add("--ensemble", type=whole, default=1, help="above 1: deep ensemble of so many models instead of dropout")
     add("--unseen-codewords", choices=["all", "shared"], default="all", help="those of a domain that never trained")
-    add("--no-compare", action="store_true", help="do not train FedAvg for as many rounds afterwards")
+    add("--compare", action=argparse.BooleanOptionalAction, default=True, help="train FedAvg for as many rounds, too")
 
 
 def main(argv: list[str] | None = None) -> None:
     args = flags.parse(__doc__, SETTINGS, own_flags, argv)
     data, clients, base, trainer = flags.prepare(args, dropout=args.dropout)
-    model, w = build(args, trainer, base, clients.train[0])  # line 2
+    if args.ensemble == 1 and not any(isinstance(layer, nn.Dropout) for layer in base.classifier):
+        raise UserError(f"--model {args.model} has no dropout, without which all passes agree: choose another model")
+    more = [flags.initial_model(args, data, trainer.device, m, dropout=args.dropout) for m in range(1, args.ensemble)]
+    model, w = build(args, trainer, [base, *more], clients.train[0])  # line 2
     log = run.Run(args, COLUMNS, trainer.device)
     plots.partition(log.folder / "partition.png", data, clients)
     state = federate(args, trainer, model, w, clients, log)
     runs = {"UEFL" if args.codebook_size else "FedAvg": log}
-    if args.codebook_size and not args.no_compare:
-        plain = argparse.Namespace(**{**vars(args), "codebook_size": 0, "rounds": state["round"], "ensemble": 1})
+    if args.codebook_size and args.compare:
+        plain = argparse.Namespace(**{**vars(args), "codebook_size": 0, "rounds": state["round"]})
         runs["FedAvg"] = run.Run(plain, COLUMNS, trainer.device, log.folder / "fedavg")
-        federate(plain, trainer, *build(plain, trainer, base, clients.train[0]), clients, runs["FedAvg"])
+        federate(plain, trainer, *build(plain, trainer, [base, *more], clients.train[0]), clients, runs["FedAvg"])
 
     names = [clients.names[k] for k in clients.participating]
-    allowed = state["allowed"][clients.participating]
     plots.learning_curves(log.folder / "curves.png", {name: r.rows for name, r in runs.items()})
     plots.uncertainties(log.folder / "uncertainty.png", log.rows, names)
     if args.codebook_size:
-        tokens = []
-        for k, mine in zip(clients.participating.tolist(), allowed, strict=True):
-            model.codebook.use(mine)
-            z = trainer.predict(model, state["w"][0], clients.test[k], model.encode)
-            tokens.append(z.reshape(-1, model.codebook.codewords.shape[1]))
-        plots.codebook(log.folder / "codebook.png", tokens, names, model.codebook.codewords.detach(), allowed)
+        codewords = model.codebook.codewords.detach()
+        tests = [clients.test[k] for k in clients.participating]
+        tokens = [trainer.predict(model, state["w"][-1], test, model.encode) for test in tests]
+        tokens = [z.reshape(-1, codewords.shape[1]) for z in tokens]
+        allowed = state["allowed"][clients.participating]
+        plots.codebook(log.folder / "codebook.png", tokens, names, codewords, allowed)
+
     domains = sorted(set(names), key=names.index)
     rows = []
     for name, r in runs.items():
-        of_client = [float(a) for a in r.rows[-1]["accuracies"].split()]
-        of_domain = [np.mean([a for a, n in zip(of_client, names, strict=True) if n == d]) for d in domains]
-        rows.append([name, *(float(r.rows[-1][c]) for c in ("mA", "mE", "mP")), *of_domain])
-    run.table(f"{data.name}: {len(names)} clients, {state['round']} rounds", ["", "mA", "mE", "mP", *domains], rows)
+        last = r.rows[-1]
+        measures = [float(last[column]) if last[column] else None for column in ("mA", "mE", "mP")]
+        accuracy = list(zip(names, map(float, last["accuracies"].split()), strict=True))
+        rows.append([name, *measures, *(np.mean([a for n, a in accuracy if n == d]) for d in domains)])
+    title = f"{data.name}: {len(names)} clients, {state['round']} rounds; accuracy by domain on the right"
+    run.table(title, ["", "mA", "mE", "mP", *domains], rows)
     print(f"metrics, models and pictures are in {log.folder}")
 
 

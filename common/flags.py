@@ -95,10 +95,13 @@ def parse(doc: str, settings: dict[str, dict], own_flags: Callable, argv: list[s
     first = _Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--dataset", default="glyphs")
     first.add_argument("--resume")
+    first.add_argument("--partition")
     known, _ = first.parse_known_args(argv)
     saved = _saved_flags(known.resume, Path(sys.argv[0]).stem) if known.resume else {}
     folder = "shakespeare" if Path(known.dataset).is_file() else "folder"
     of_data_set = settings.get(known.dataset if known.dataset in data.NAMES else folder, {})
+    if known.partition in ("dirichlet", "iid"):  # the rotations of a data set's silos are not meant for these
+        of_data_set = {**of_data_set, "rotate": None}
     parser.set_defaults(**{**of_data_set, "partition": None, **saved})
     args = parser.parse_args(argv)
     for flag, value in saved.items():
@@ -141,13 +144,21 @@ def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Cl
         args.sample = {"silos": takes_part, "domain": domains}.get(args.partition, max(1, takes_part // 4))
     if args.sample > takes_part:
         raise UserError(f"--sample {args.sample}: only {takes_part} clients participate")
-    with train.seeded(torch.device("cpu"), args.seed, "model"):
-        shape = tuple(dataset.x.shape[1:])
-        model = models.build(
-            args.model, shape, len(dataset.classes), args.width, pretrained=args.pretrained, **model_options
-        )
+    model = initial_model(args, dataset, device, **model_options)
     trainer = Trainer(
         dataset, device, seed=args.seed, epochs=args.local_epochs, batch_size=args.batch_size, lr=args.lr,
         optimizer=args.optimizer, momentum=args.momentum, precision=args.precision,
     )  # fmt: skip
-    return dataset, clients, model.to(device, memory_format=torch.channels_last), trainer
+    return dataset, clients, model, trainer
+
+
+def initial_model(
+    args: argparse.Namespace, dataset: data.Dataset, device: torch.device, member: int = 0, **model_options
+) -> models.Classifier:
+    """The model that these flags ask for; every `member` has its own random weights, the same on any device."""
+    with train.seeded(torch.device("cpu"), args.seed, "model", member):
+        model = models.build(
+            args.model, tuple(dataset.x.shape[1:]), len(dataset.classes), args.width, pretrained=args.pretrained,
+            **model_options,
+        )  # fmt: skip
+    return model.to(device, memory_format=torch.channels_last)

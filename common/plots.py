@@ -68,7 +68,8 @@ def partition(file: Path, data: Dataset, clients: Clients) -> None:
         for axes, (what, values, names) in zip(all_axes, panels, strict=True):
             counts = torch.stack([torch.bincount(values[clients.train[k]], minlength=len(names)) for k in order], 1)
             image = axes.imshow(counts.numpy(), aspect="auto", cmap="Greys", interpolation="nearest", vmin=0)
-            axes.axvline(len(clients.participating) - 0.5, color=COLOURS[1])
+            if len(clients.participating) < len(order):
+                axes.axvline(len(clients.participating) - 0.5, color=COLOURS[1])
             axes.set(ylabel=what)
             if len(names) <= 20:
                 axes.set_yticks(range(len(names)), names)
@@ -115,18 +116,17 @@ def uncertainties(file: Path, rows: Sequence[Mapping[str, str]], names: Sequence
         all_axes = figure.subplots(1, len(ends) - 1, sharey=True, squeeze=False)[0]
         for axes, (before, after) in zip(all_axes, pairwise(ends), strict=True):
             was, now = ([float(u) for u in row["uncertainties"].split()] for row in (before, after))
-            grew = [
-                int(a) > int(b) for a, b in zip(after["codewords"].split(), before["codewords"].split(), strict=True)
-            ]
-            at = np.arange(len(was))
+            words = [np.array(row["codewords"].split(), dtype=int) for row in (before, after)]
+            at, grew = np.arange(len(was)), words[1] > words[0]
             axes.vlines(at, was, now, color="0.6", lw=1)
             axes.plot(at, was, "o", color=COLOURS[1], mfc="white", label="before")
-            axes.plot(at, now, "o", color="0.6", label="after")
-            axes.plot(at[grew], np.array(now)[grew], "o", color=COLOURS[0], label="after, extended")
-            axes.set(title=f"round {before['round']} to {after['round']}", xlabel="client, domain", ylim=(0, None))
+            axes.plot(at[~grew], np.array(now)[~grew], "o", color="0.6", label="after")
+            axes.plot(at[grew], np.array(now)[grew], "D", color=COLOURS[0], label="after, with more codewords")
+            axes.set(title=f"round {before['round']} to {after['round']}", xlabel="client, domain")
+            axes.set_ylim(0, 1.05 * max(float(u) for row in ends for u in row["uncertainties"].split()))
             axes.set_xticks(at, [f"{k}\n{name}" for k, name in zip(at, names, strict=True)], fontsize=7)
         all_axes[0].set(ylabel="uncertainty (nats)")
-        all_axes[-1].legend()
+        figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         _save(figure, file)
 
 
@@ -138,31 +138,29 @@ def codebook(file: Path, tokens: Sequence[Tensor], names: Sequence[str], codewor
     codewords  [V, d]
     allowed    bool [K, V], which client may use which codeword
     """
-    shared = allowed.all(0)
-    points = torch.cat(list(tokens))
-    mean = points.mean(0)
-    _, _, plane = torch.pca_lowrank(points - mean, q=2, center=False)
-    placed, kinds = (codewords - mean) @ plane, list(dict.fromkeys(names))
+    tokens, codewords, allowed = [t.cpu() for t in tokens], codewords.cpu(), allowed.cpu()
+    shared, mean = allowed.all(0), torch.cat(tokens).mean(0)
+    plane = torch.linalg.eigh(torch.cov(torch.cat(tokens).T))[1][:, -2:].flip(1)
+    kinds = list(dict.fromkeys(names))
+    size = 30 / max(1, len(codewords) / 100) ** 0.5
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.2, 4.2))
+        figure = Figure(figsize=(6.4, 4.2))
         axes = figure.subplots()
         for k, kind in enumerate(kinds):
-            of_kind = torch.cat([(t - mean) @ plane for t, name in zip(tokens, names, strict=True) if name == kind])
-            axes.scatter(
-                *of_kind[:: len(of_kind) // 1500 + 1].T.numpy(),
-                s=3,
-                alpha=0.25,
-                lw=0,
-                color=COLOURS[k % 7],
-                label=f"features, domain {kind}",
-            )
+            of_kind = torch.cat([t for t, name in zip(tokens, names, strict=True) if name == kind])
+            of_kind = (of_kind[:: len(of_kind) // 1500 + 1] - mean) @ plane
+            axes.scatter(*of_kind.T.numpy(), s=3, alpha=0.3, lw=0, color=COLOURS[k % 7],
+                         label=f"features, domain {kind}")  # fmt: skip
+        placed = (codewords - mean) @ plane
         for k, kind in enumerate(kinds):
             own = allowed[[name == kind for name in names]].any(0) & ~shared
-            axes.scatter(*placed[own].T.numpy(), s=26, marker=MARKERS[k % 7], color=COLOURS[k % 7], ec="black", lw=0.6,
-                         label=f"own codewords, domain {kind}" if own.any() else None)  # fmt: skip
-        axes.scatter(
-            *placed[shared].T.numpy(), s=40, marker="*", color="white", ec="black", lw=0.8, label="shared codewords"
-        )
+            if own.any():
+                axes.scatter(*placed[own].T.numpy(), s=size, marker=MARKERS[k % 7], color=COLOURS[k % 7], ec="black",
+                             lw=0.4, label=f"own codewords, domain {kind}")  # fmt: skip
+        axes.scatter(*placed[shared].T.numpy(), s=2 * size, marker="*", color="white", ec="black", lw=0.8,
+                     label="shared codewords")  # fmt: skip
         axes.set(xlabel="first principal component", ylabel="second")
-        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), markerscale=1.5)
+        legend = axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        for handle in legend.legend_handles:
+            handle.set(alpha=1, sizes=[25])
         _save(figure, file)

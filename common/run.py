@@ -101,7 +101,12 @@ class Run:
         self.bar.update(min(share, self.bar.total - self.bar.n))  # shares add up to a hair over one
 
     def log(self, round: int, train_loss: Tensor, selected: list[int], **values) -> None:
-        """Writes a round's row of metrics.csv and shows it. Lists become numbers with spaces between them."""
+        """Writes a round's row of metrics.csv and shows it. Lists become numbers with spaces between them.
+
+        Raises UserError where the loss is not finite.
+        """
+        if not torch.isfinite(torch.as_tensor(train_loss)):
+            raise UserError(f"training diverged in round {round}: lower --lr")
         seconds = self.seconds_before + time.monotonic() - self.started
         values |= {"round": round, "train_loss": float(train_loss), "seconds": round_off(seconds), "selected": selected}
         row = {column: _cell(values[column]) for column in self.columns}

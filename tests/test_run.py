@@ -1,4 +1,5 @@
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import torch
 
 import fedavg
 import uefl
-from common import run
+from common import flags, run
 
 ROOT = Path(__file__).parent.parent
 CUTS = {
@@ -62,6 +63,19 @@ def test_a_resumed_runs_clock_goes_on(start):
     assert run.read_metrics(folder / "run/metrics.csv") == before, "there was nothing left to do"
 
 
+def test_divergence_is_named(start, capsys):
+    with pytest.raises(SystemExit) as end:
+        run.launch(lambda: start(fedavg, CUTS[fedavg] + "--out run --lr 1e20"))
+    assert end.value.code == 2 and "training diverged in round 2: lower --lr" in capsys.readouterr().err
+
+
+def test_label_skew_does_not_inherit_the_rotations_of_silos():
+    parse = functools.partial(flags.parse, uefl.__doc__, uefl.SETTINGS, uefl.own_flags)
+    assert parse(["--partition", "dirichlet"]).rotate is None
+    assert parse(["--partition", "dirichlet", "--rotate", "15"]).rotate == [15]
+    assert parse([]).rotate == parse(["--partition", "domain"]).rotate == [0, -50, 120]
+
+
 def test_without_out_a_new_folder_is_made_each_time(start):
     folder = start(fedavg, CUTS[fedavg])
     start(fedavg, CUTS[fedavg])
@@ -98,7 +112,8 @@ MISTAKES = [
     (fedavg, "--partition silos", "needs --silos"),
     (uefl, "--silos 3 3", "2 numbers for 3 domains"),
     (uefl, "--silo-size 50000", "do not fit"),
-    (uefl, "--segments 7", "cannot be cut into 7 segments"),
+    (uefl, "--segments 7", "--segments 7 does not divide the 32 channels"),
+    (uefl, "--model convnet", "convnet has no dropout"),
     (uefl, "--resume full", "no run to resume"),
     (uefl, "--resume other", "a run of fedavg.py, not of uefl.py"),
     (uefl, "--dropout 1.5", "--dropout: 1.5 is out of range"),

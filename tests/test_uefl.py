@@ -35,8 +35,9 @@ def prepared(start):
 
     def prepare(more=""):
         args = flags.parse(uefl.__doc__, uefl.SETTINGS, uefl.own_flags, (CUT + more).split())
-        _, clients, base, trainer = flags.prepare(args, dropout=args.dropout)
-        model, w = uefl.build(args, trainer, base, clients.train[0])
+        data, clients, _, trainer = flags.prepare(args, dropout=args.dropout)
+        bases = [flags.initial_model(args, data, trainer.device, m, dropout=args.dropout) for m in range(args.ensemble)]
+        model, w = uefl.build(args, trainer, bases, clients.train[0])
         allowed = torch.ones(len(clients.train), args.codebook_size, dtype=torch.bool)
         return args, trainer, model, {"round": 1, "iteration": 0, "w": w, "allowed": allowed}, clients
 
