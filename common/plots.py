@@ -87,6 +87,21 @@ def _others(clients: Clients) -> Tensor:
     return everyone[~torch.isin(everyone, clients.participating)]
 
 
+def heatmaps(file: Path, matrices: Mapping[str, Tensor], axis: str, scale: str) -> None:
+    """Square matrices [n, n] of numbers in -1..1, side by side; `axis` names their rows and columns."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(2.7 * len(matrices) + 0.9, 3.0))
+        all_axes = figure.subplots(1, len(matrices), sharey=True, squeeze=False)[0]
+        for axes, (title, matrix) in zip(all_axes, matrices.items(), strict=True):
+            image = axes.imshow(matrix.cpu().numpy(), cmap="RdGy_r", vmin=-1, vmax=1, interpolation="nearest")
+            off_diagonal = matrix[~torch.eye(len(matrix), dtype=torch.bool, device=matrix.device)].mean().item()
+            axes.set(title=f"{title}: mean {off_diagonal:.2f}", xlabel=axis)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        figure.colorbar(image, ax=all_axes, label=scale)
+        _save(figure, file)
+
+
 def accuracy_curves(file: Path, runs: Mapping[str, Sequence[Mapping[str, str]]]) -> None:
     """ID and OOD accuracy, and training loss, of runs label -> rows of metrics.csv."""
     curves(file, runs, {"accuracy": ["id_accuracy", "ood_accuracy"], "training loss": ["train_loss"]})

@@ -44,7 +44,7 @@ class Run:
     def __init__(self, args: argparse.Namespace, columns: list[str], device: torch.device, folder: Path | None = None):
         self.method, self.columns, self.state = Path(sys.argv[0]).stem, COLUMNS + columns, None
         self.rows: list[dict] = []
-        self.folder = folder or Path(args.resume or args.out or _new_folder(self.method, args.dataset))
+        self.folder = folder or Path(args.resume or args.out or new_folder(self.method, args.dataset))
         checkpoint = self.folder / "checkpoint.pt"
         if args.resume and checkpoint.exists():
             self.state = _read_checkpoint(checkpoint, device)
@@ -178,7 +178,7 @@ def _read_checkpoint(file: Path, device: torch.device) -> dict:
     return state
 
 
-def _new_folder(method: str, dataset: str) -> Path:
+def new_folder(method: str, dataset: str) -> Path:
     stem = Path("runs") / f"{method}-{Path(dataset).stem}-{datetime.now():%Y%m%d-%H%M%S}"
     names = (Path(f"{stem}{end}") for end in ("", *(f"-{i}" for i in range(2, 1000))))
     return next(name for name in names if not name.exists())

@@ -171,6 +171,20 @@ class Trainer:
         with self.autocast():
             return torch.cat([(function or model)(self.batch(p)).float() for p in samples.to(self.device).split(1000)])
 
+    def mean(
+        self, model: nn.Module, w: Tensor, samples: Tensor, function: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """What function(model, x, y) gives for all samples together, where for a batch it gives the mean over samples.
+
+        The samples pass in chunks; the model has weights w, and afterwards keeps them and is in evaluation mode.
+        """
+        set_weights(model, w)
+        model.eval()
+        chunks = samples.to(self.device).split(1000)
+        with self.autocast():
+            sums = [function(model, self.batch(p), self.y[p]).float() * len(p) for p in chunks]
+        return torch.stack(sums).sum(0) / len(samples)
+
     def evaluate(self, model: nn.Module, w: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Accuracy and mean cross-entropy of the model with weights w on each part, two tensors [len(parts)]."""
         samples = torch.cat(list(parts)).to(self.device)
