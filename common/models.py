@@ -185,7 +185,7 @@ def _vgg16(channels: int, pretrained: str) -> nn.Sequential:
 
 
 def _load_imagenet(net: nn.Module, name: str, source: str) -> None:
-    weights = torchvision.models.get_model_weights(name).DEFAULT
+    weights = torchvision.models.get_model_weights(name).IMAGENET1K_V1  # the ones of the papers' time
     try:
         if source == "imagenet":
             state = weights.get_state_dict(progress=True, check_hash=True)

@@ -44,26 +44,12 @@ class Run:
     def __init__(self, args: argparse.Namespace, columns: list[str], device: torch.device, folder: Path | None = None):
         self.method, self.columns, self.state = Path(sys.argv[0]).stem, COLUMNS + columns, None
         self.rows: list[dict] = []
-        self.folder = folder or Path(args.resume or args.out or new_folder(self.method, args.dataset))
+        self.folder = folder or folder_of(args)
         checkpoint = self.folder / "checkpoint.pt"
         if args.resume and checkpoint.exists():
             self.state = _read_checkpoint(checkpoint, device)
-        elif self.folder.exists() and any(self.folder.iterdir()) and not args.resume:
-            raise UserError(
-                f"{self.folder} exists and is not empty: choose another --out, or continue it with --resume"
-            )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not args.resume or self.state is None:
-            versions = {
-                "python": sys.version.split()[0],
-                "torch": torch.__version__,
-                "torchvision": torchvision.__version__,
-            }
-            about = {"method": self.method, "command": shlex.join(["python", *sys.argv]), "flags": vars(args)}
-            text = json.dumps(
-                {**about, "device": str(device), "threads": torch.get_num_threads(), **versions}, indent=1
-            )
-            (self.folder / "args.json").write_text(text + "\n")
+        else:
+            open_folder(args, self.folder)
         self._open_metrics(self.state["round"] if self.state else 0)
         self.saved_at = self.started = time.monotonic()
         self.bar = None
@@ -148,6 +134,33 @@ class Run:
         print(f"{float(self.rows[-1]['seconds']):.0f} s; metrics, model and pictures are in {self.folder}")
 
 
+def folder_of(args: argparse.Namespace) -> Path:
+    """Where a run with these flags leaves its files: --resume, --out or a new folder under runs/."""
+    if args.resume or args.out:
+        return Path(args.resume or args.out)
+    stem = Path("runs") / f"{Path(sys.argv[0]).stem}-{Path(args.dataset).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    names = (Path(f"{stem}{end}") for end in ("", *(f"-{i}" for i in range(2, 1000))))
+    return next(name for name in names if not name.exists())
+
+
+def open_folder(args: argparse.Namespace, folder: Path | None = None) -> Path:
+    """Makes a run's folder, by default folder_of(args), with the flags in its args.json.
+
+    Raises UserError where there is one already, unless the run is to be resumed.
+    """
+    folder = folder or folder_of(args)
+    if folder.exists() and any(folder.iterdir()) and not args.resume:
+        raise UserError(f"{folder} exists and is not empty: choose another --out, or continue it with --resume")
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {
+        "method": Path(sys.argv[0]).stem, "command": shlex.join(["python", *sys.argv]), "flags": vars(args),
+        "threads": torch.get_num_threads(), "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": sys.version.split()[0], "torch": torch.__version__, "torchvision": torchvision.__version__,
+    }  # fmt: skip
+    (folder / "args.json").write_text(json.dumps(about, indent=1) + "\n")
+    return folder
+
+
 def round_off(seconds: float) -> float:
     return round(seconds, 2)
 
@@ -176,12 +189,6 @@ def _read_checkpoint(file: Path, device: torch.device) -> dict:
     if version != 1:
         raise UserError(f"{file} was written by another version of this project")
     return state
-
-
-def new_folder(method: str, dataset: str) -> Path:
-    stem = Path("runs") / f"{method}-{Path(dataset).stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    names = (Path(f"{stem}{end}") for end in ("", *(f"-{i}" for i in range(2, 1000))))
-    return next(name for name in names if not name.exists())
 
 
 def table(title: str, header: list[str], rows: list[list]) -> None:
