@@ -50,8 +50,8 @@ def aggregation_weights(sizes: Tensor, weighting: str) -> Tensor:
     return sizes / sizes.sum() if weighting == "size" else torch.full_like(sizes, 1 / len(sizes))
 
 
-# Wu et al., section V, where a paper uses the data set so; PACS and its like: Guo et al., table 3. Learning rates of
-# Wu et al. are tuned over {0.1, 0.01, 0.001} and not reported: the ones here won on this project's splits.
+# Wu et al., section V, where a paper uses the data set so; PACS and its like: Guo et al., table 3. Wu et al.
+# tune the learning rate over {0.1, 0.01, 0.001} and do not say which won; the ones here are not tuned.
 # 100 clients of which 40 participate, 10 of them a round, is what the flags default to.
 WU = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 SETTINGS = {

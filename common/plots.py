@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from scipy.spatial import ConvexHull
 from torch import Tensor
 
 from common.data import Dataset
@@ -79,6 +80,74 @@ def partition(file: Path, data: Dataset, clients: Clients) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if len(order) <= 20:
             axes.set_xticks(range(len(order)), order)
+        _save(figure, file)
+
+
+def label_weights(file: Path, counts: Tensor, entropies: Tensor, weights: Mapping[str, Tensor]) -> None:
+    """Clients in the order of their entropy: how their labels are distributed, how diverse they are, what they weigh.
+
+    counts     [M, C] labels of each client
+    entropies  [M] in nats
+    weights    name of a weighting -> [M], sum 1
+    """
+    order = entropies.argsort()
+    shares = (counts / counts.sum(1, keepdim=True))[order]
+    at = np.arange(len(order))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.0, 5.4))
+        labels, entropy, weight = figure.subplots(3, 1, sharex=True, height_ratios=[2, 1, 1.4])
+        image = labels.imshow(shares.T.numpy(), aspect="auto", cmap="Greys", interpolation="nearest", vmin=0, vmax=1)
+        labels.set(title="share of each class", ylabel="class")
+        figure.colorbar(image, ax=labels)
+        entropy.bar(at, entropies[order].numpy(), color="0.5")
+        entropy.set(title="entropy of the labels (nats)")
+        for i, (name, of_clients) in enumerate(weights.items()):
+            weight.plot(at, of_clients[order].numpy(), MARKERS[i], ms=3.5, color=COLOURS[i], label=name)
+        weight.set(title="aggregation weight", xlabel="participating client, by entropy", ylim=(0, None))
+        weight.legend(ncols=len(weights))
+        _save(figure, file)
+
+
+def similarity(file: Path, cosines: Tensor, selected: Sequence[int], times: Tensor, clients: Tensor) -> None:
+    """Cosines between clients' gradients [M, M], the rows `selected` marked, and how often each was [M]."""
+    m = len(cosines)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.6, 4.0))
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
+        off_diagonal = cosines.cpu().masked_fill(torch.eye(m, dtype=torch.bool), torch.nan).numpy()
+        image = left.imshow(off_diagonal, cmap="viridis", interpolation="nearest", aspect="auto")
+        left.plot([-1.2] * len(selected), selected, ">", color=COLOURS[1], ms=4, clip_on=False)
+        left.set(
+            title="cosine similarity (arrows: selected last)", xlabel="client", ylabel="client", xlim=(-0.5, m - 0.5)
+        )
+        figure.colorbar(image, ax=left)
+        right.barh(np.arange(m), times.numpy(), color="0.5")
+        right.set(title="times selected")
+        ticks = list(range(0, m, max(1, m // 20)))
+        left.set_yticks(ticks, clients[ticks].tolist(), fontsize=7)
+        left.set_xticks(ticks, clients[ticks].tolist(), fontsize=7, rotation=90)
+        _save(figure, file)
+
+
+def hulls(file: Path, frames: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Clients' gradients in the plane of their first two principal components, the hull drawn, the selected filled.
+
+    frames  round -> points [M, at most 2], selected bool [M], ids [M]
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(3.6 * len(frames), 3.4))
+        all_axes = figure.subplots(1, len(frames), squeeze=False)[0]
+        for axes, (t, frame) in zip(all_axes, frames.items(), strict=True):
+            points = torch.nn.functional.pad(frame["points"], (0, 2 - frame["points"].shape[1])).numpy()
+            chosen = frame["selected"].numpy()
+            if np.linalg.matrix_rank(points - points.mean(0)) == 2:
+                hull = ConvexHull(points)
+                axes.fill(*points[hull.vertices].T, fc="0.93", ec="0.6", lw=0.8, zorder=0)
+            axes.scatter(*points[~chosen].T, s=22, color="white", ec="0.3", lw=0.8, label="not selected")
+            axes.scatter(*points[chosen].T, s=26, color=COLOURS[0], ec="black", lw=0.6, label="selected")
+            axes.set(title=f"round {t}", xlabel="first principal component")
+        all_axes[0].set(ylabel="second")
+        figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
         _save(figure, file)
 
 

@@ -158,6 +158,11 @@ def hold_out(clients: list[Tensor], share: float, rng: np.random.Generator) -> t
     return train, test
 
 
+def label_counts(data: Dataset, clients: list[Tensor]) -> Tensor:
+    """How many samples of each class each client holds, float32 [clients, classes]."""
+    return torch.stack([torch.bincount(data.y[samples], minlength=len(data.classes)) for samples in clients]).float()
+
+
 def symmetric_noise(
     labels: Tensor, clients: list[Tensor], noisy: float, flip: float, classes: int, rng: np.random.Generator
 ) -> tuple[Tensor, Tensor]:

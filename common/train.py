@@ -61,8 +61,14 @@ def set_weights(model: nn.Module, w: Tensor) -> None:
     for count in set(model.buffers()) - set(tensors):  # what w does not hold: batch norm's count of batches, unused
         if count.dtype == torch.long:
             count.zero_()
-    for t, part in zip(tensors, w.split([t.numel() for t in tensors]), strict=True):
-        t.copy_(part.view_as(t))
+    for t, part in zip(tensors, unflatten(model, w), strict=True):
+        t.copy_(part)
+
+
+def unflatten(model: nn.Module, w: Tensor) -> list[Tensor]:
+    """Views of w [P] in the shapes of weights_of(model)."""
+    tensors = weights_of(model)
+    return [part.view_as(t) for t, part in zip(tensors, w.split([t.numel() for t in tensors]), strict=True)]
 
 
 def span(model: nn.Module, name: str) -> slice:

@@ -1,0 +1,292 @@
+"""The three methods of Wu et al.: entropy weighting, minimax selection, convex-hull selection."""
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.optimize import linprog
+from scipy.stats import trim_mean
+from test_fedavg import initial_model, rows
+from torch.utils.flop_counter import FlopCounterMode
+
+import convex_hull_select
+import entropy_weighting
+import fedavg
+import minimax_select
+from common import UserError, random_at, server
+from common.splits import deal, label_counts
+from common.train import get_weights
+from convex_hull_select import hull_vertices, principal_components
+from entropy_weighting import entropy_weights, label_entropy, total_variation_loss
+from minimax_select import maxsim_select, nearest, update_similarity
+from minimax_select import minimax_select as minimax
+
+CUT = (
+    "--model cnn --width 0.125 --local-epochs 1 --clients 8 --participating 6 --sample 2 --alpha 0.5 --rounds 3 "
+    "--lr 0.1 "
+)
+METHODS = [entropy_weighting, minimax_select, convex_hull_select]
+
+
+@pytest.fixture
+def rng():
+    return random_at(0, "test")
+
+
+# ------------------------------------------------------------------------------------------------ entropy weighting
+
+
+def test_entropy_weights_on_a_worked_example():
+    counts = torch.tensor([[2.0, 2.0], [1.0, 3.0], [5.0, 0.0]])
+    h = [math.log(2), -(0.25 * math.log(0.25) + 0.75 * math.log(0.75)), 0.0]
+    assert label_entropy(counts).tolist() == pytest.approx(h)
+    assert entropy_weights(counts).tolist() == pytest.approx([math.exp(x) / sum(map(math.exp, h)) for x in h])
+
+
+def test_uniform_labels_have_the_entropy_log_c():
+    assert label_entropy(torch.full((1, 10), 7.0)).item() == pytest.approx(math.log(10))
+
+
+def test_minus_kl_to_the_uniform_gives_the_same_weights(rng):
+    counts = torch.from_numpy(rng.integers(1, 50, (6, 10))).float()
+    p = counts / counts.sum(1, keepdim=True)
+    kl = (p * (p * 10).log()).sum(1)
+    assert torch.allclose(torch.softmax(-kl, 0), entropy_weights(counts))
+    assert not torch.allclose(entropy_weighting.cosine_weights(counts), entropy_weights(counts), atol=1e-3)
+
+
+def test_total_variation_is_the_l1_distance():
+    model, x, y = torch.nn.Linear(2, 3), torch.randn(4, 2), torch.tensor([0, 1, 2, 0])
+    start = [torch.zeros_like(p) for p in model.parameters()]
+    l1 = sum(p.abs().sum() for p in model.parameters()).item()
+    penalty = total_variation_loss(model, x, y, start, 0.5) - F.cross_entropy(model(x), y)
+    assert penalty.item() == pytest.approx(0.5 * l1, rel=1e-5)
+
+
+def test_the_objective_is_that_of_the_selected(start, tiny):
+    found = rows(start(entropy_weighting, CUT + "--out run") / "run")
+    clients = deal(tiny, 0, "dirichlet", alpha=0.5, clients=8, participating=6)
+    h = label_entropy(label_counts(tiny, clients.train))
+    for row in found:
+        of_selected = h[[int(k) for k in row["selected"].split()]].tolist()
+        alpha = [math.exp(x) / sum(map(math.exp, of_selected)) for x in of_selected]
+        assert float(row["objective"]) == pytest.approx(
+            sum(a * x for a, x in zip(alpha, of_selected, strict=True)), rel=1e-4
+        )
+
+
+def test_the_most_diverse_are_expelled(start, tiny):
+    found = rows(start(entropy_weighting, CUT + "--out run --expel 0.5 --sample 3") / "run")
+    clients = deal(tiny, 0, "dirichlet", alpha=0.5, clients=8, participating=6)
+    h = label_entropy(label_counts(tiny, clients.train))[clients.participating]
+    kept = sorted(clients.participating[h.argsort()[:3]].tolist())
+    assert all([int(k) for k in r["selected"].split()] == kept for r in found)
+
+
+def test_total_variation_holds_clients_back(start):
+    moved, begin = [], get_weights(initial_model("--clients 8 --participating 6"))
+    for tv in ("0", "0.01"):
+        folder = start(entropy_weighting, CUT + f"--out tv{tv} --rounds 1 --local-epochs 5 --tv {tv}")
+        moved.append((torch.load(folder / f"tv{tv}" / "checkpoint.pt")["w"] - begin).abs().sum())
+    assert 0 < moved[1] < 0.8 * moved[0]
+
+
+def test_label_noise_reaches_training_alone(start, monkeypatch, tiny):
+    seen = {}
+    monkeypatch.setattr("common.data.load", lambda name, *args: tiny)
+    monkeypatch.setattr("common.plots.label_weights", lambda file, counts, *rest: seen.update(counts=counts))
+    clean, clients = tiny.y.clone(), deal(tiny, 0, "dirichlet", alpha=0.5, clients=8, participating=6)
+    start(entropy_weighting, CUT + "--label-noise 1 0.9 --rounds 1 --out run")
+    train, test = torch.cat(clients.train), torch.cat([*clients.test, tiny.test])
+    assert torch.equal(tiny.y[test], clean[test])
+    assert (tiny.y[train] != clean[train]).float().mean() > 0.8
+    assert torch.equal(seen["counts"], label_counts(tiny, [clients.train[k] for k in clients.participating]))
+
+
+# ----------------------------------------------------------------------------------------------- minimax selection
+
+
+def cosines(gradients):
+    unit = F.normalize(gradients)
+    return unit @ unit.T
+
+
+@pytest.mark.parametrize("m", [4, 7, 10])
+def test_minimax_minimises_equation_16_over_all_subsets(m, rng):
+    s = cosines(torch.from_numpy(rng.standard_normal((m, 5))).float())
+    worst = [max(s[i, j].item() for j in range(m) if j != i) for i in range(m)]
+    for k in range(1, m):
+        best = min(combinations(range(m), k), key=lambda subset: sum(worst[i] for i in subset))
+        assert minimax(s, k).tolist() == list(best)
+
+
+def test_renaming_clients_renames_the_answer(rng):
+    s = cosines(torch.from_numpy(rng.standard_normal((9, 4))).float())
+    order = torch.from_numpy(rng.permutation(9))
+    assert sorted(order[minimax(s[order][:, order], 4)].tolist()) == minimax(s, 4).tolist()
+
+
+def test_maxsim_is_the_mirror(rng):
+    s = cosines(torch.from_numpy(rng.standard_normal((9, 4))).float())
+    assert sorted([*minimax(s, 5).tolist(), *maxsim_select(s, 4).tolist()]) == list(range(9))
+
+
+def test_ties_go_to_the_smaller_id():
+    assert minimax(torch.ones(5, 5), 2).tolist() == [0, 1] == maxsim_select(torch.ones(5, 5), 2).tolist()
+    s = torch.tensor([[1.0, 0.9, 0.1], [0.9, 1.0, 0.2], [0.1, 0.2, 1.0]])
+    assert nearest(s).tolist() == pytest.approx([0.9, 0.9, 0.2]) and minimax(s, 2).tolist() == [0, 2]
+
+
+def test_similarities_stay_true_under_updates_of_a_few_rows_and_cost_their_products_only(rng):
+    table = torch.from_numpy(rng.standard_normal((12, 300))).float()
+    s = torch.zeros(12, 12)
+    update_similarity(s, table, torch.arange(12))
+    for _ in range(50):
+        changed = torch.from_numpy(rng.permutation(12)[:3])
+        table[changed] = torch.from_numpy(rng.standard_normal((3, 300))).float()
+        with FlopCounterMode(display=False) as counter:
+            update_similarity(s, table, changed)
+        assert counter.get_total_flops() == 2 * 3 * 12 * 300
+    assert torch.allclose(s, cosines(table), atol=1e-6)
+
+
+def test_a_client_that_hardly_moved_uploads_nothing(start):
+    every, none, some = (
+        rows(start(minimax_select, CUT + f"--event-threshold {e} --out e{e}") / f"e{e}") for e in ("0", "1e9", "1.2")
+    )
+    assert [int(r["uploads"]) for r in every] == [8, 10, 12], "6 newcomers, then 2 a round"
+    assert [int(r["uploads"]) for r in none] == [6, 6, 6]
+    assert 6 <= int(some[-1]["uploads"]) <= 12
+
+
+def test_minimax_selects_by_the_table_of_latest_gradients(start):
+    folder = start(minimax_select, CUT + "--out run") / "run"
+    state = torch.load(folder / "checkpoint.pt")
+    assert torch.allclose(state["similarity"], cosines(state["table"]), atol=1e-5)
+    assert state["times_selected"].sum() == 6
+
+
+# ------------------------------------------------------------------------------------------- convex-hull selection
+
+
+def is_vertex(points, i):
+    """Whether no convex combination of the other points is point i: a linear program without a solution."""
+    others = np.delete(points, i, 0)
+    a, b = np.vstack([others.T, np.ones(len(others))]), np.append(points[i], 1)
+    return linprog(np.zeros(len(others)), A_eq=a, b_eq=b, bounds=(0, None)).status == 2
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+@pytest.mark.parametrize("scale", [True, False])
+def test_vertices_are_those_of_the_linear_program(dim, scale, rng):
+    gradients = torch.from_numpy(rng.standard_normal((25, 40))).float()
+    points = principal_components(gradients, dim, scale).numpy()
+    assert hull_vertices(gradients, dim, scale).tolist() == [i for i in range(25) if is_vertex(points, i)]
+
+
+def test_components_keep_the_distances_of_points_that_span_no_more():
+    torch.manual_seed(0)
+    flat = torch.randn(8, 2) @ torch.randn(2, 30)
+    points = principal_components(flat, 5, scale=False)
+    assert points.shape == (8, 2)
+    assert torch.allclose(torch.cdist(points, points), torch.cdist(flat, flat).double(), atol=1e-4)
+
+
+def test_in_full_dimension_everybody_is_a_vertex(rng):
+    gradients = torch.from_numpy(rng.standard_normal((7, 50))).float()
+    assert hull_vertices(gradients, 6).tolist() == list(range(7))
+
+
+def test_degenerate_tables():
+    same = torch.ones(5, 4)
+    line = torch.arange(5.0)[:, None] * torch.tensor([[1.0, 2.0, 3.0]])
+    triangle = torch.eye(3)
+    assert hull_vertices(same, 3).tolist() == [0]
+    assert hull_vertices(line[[2, 0, 4, 1, 3]], 3, scale=False).tolist() == [1, 2]
+    assert hull_vertices(triangle, 3).tolist() == [0, 1, 2]
+    assert hull_vertices(torch.cat([triangle, triangle.mean(0, keepdim=True)]), 2, scale=False).tolist() == [0, 1, 2]
+
+
+def test_interior_is_what_is_not_a_vertex(start):
+    many = CUT.replace("--clients 8 --participating 6", "--clients 11 --participating 11")
+    hull, inside = (
+        rows(start(convex_hull_select, many + f"--hull-dim 2 --rounds 1 --selection {s} --out {s}") / s)[0]
+        for s in ("hull", "interior")
+    )
+    assert not set(hull["selected"].split()) & set(inside["selected"].split())
+    assert len(hull["selected"].split()) == int(hull["vertices"])
+    with pytest.raises(UserError, match="no client lies inside the hull"):
+        start(convex_hull_select, CUT + "--hull-dim 5 --selection interior --out full")
+
+
+def test_some_of_the_vertices_are_drawn(start):
+    found = rows(start(convex_hull_select, CUT + "--draw 2 --out run") / "run")
+    assert all(len(r["selected"].split()) == 2 < int(r["vertices"]) for r in found)
+
+
+# ------------------------------------------------------------------------------------------------ what they share
+
+
+def test_trimmed_mean_is_scipys(rng):
+    updates = rng.standard_normal((10, 6))
+    for share in (0.1, 0.2, 0.33):
+        assert np.allclose(server.trimmed_mean(torch.from_numpy(updates), share), trim_mean(updates, share))
+
+
+def test_base_weights(tiny):
+    clients = deal(tiny, 0, "dirichlet", alpha=0.5, clients=5)
+    counts = label_counts(tiny, clients.train)
+    assert torch.equal(counts.sum(1), clients.sizes)
+    h = server.base_weights("entropy", tiny, clients)
+    assert torch.allclose(h / h.sum(), entropy_weights(counts))
+    assert torch.equal(server.base_weights("size", tiny, clients), clients.sizes)
+
+
+def test_churn():
+    ids = torch.arange(5, 45)
+    here = [server.present(ids, 0.3, random_at(i, "churn")) for i in range(500)]
+    assert abs(sum(map(len, here)) / (500 * 40) - 0.7) < 0.02
+    assert server.present(ids, 0.0, random_at(0, "churn")).tolist() == ids.tolist()
+    assert all(len(server.present(ids[:2], 0.99, random_at(i, "churn"))) >= 1 for i in range(50))
+
+
+@pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
+def test_clients_leave_and_come_back(start, method):
+    found = rows(start(method, CUT + "--churn 0.5 --rounds 6 --trim 0.2 --out run") / "run")
+    assert len(found) == 6 and all(r["selected"] for r in found)
+
+
+def test_with_everybody_selected_and_equal_weights_all_are_fedavg(start):
+    full = CUT.replace("--sample 2", "--sample 6") + "--weighting equal "
+    folder = start(fedavg, full + "--selection full --out fedavg")
+    expected = torch.load(folder / "fedavg" / "checkpoint.pt")["w"]
+    for method, more in zip(METHODS, ("", "", "--hull-dim 5"), strict=True):
+        start(method, f"{full} {more} --out {method.__name__}")
+        assert torch.allclose(torch.load(folder / method.__name__ / "checkpoint.pt")["w"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_leaves_its_pictures_and_goes_on_where_it_stopped(start, method, monkeypatch):
+    folder = start(method, CUT + "--out whole")
+    pictures = {entropy_weighting: "weights.png", minimax_select: "similarity.png", convex_hull_select: "hull.png"}
+    assert {f.name for f in (folder / "whole").iterdir()} >= {pictures[method], "curves.png", "partition.png"}
+    log = server_log = method.run.Run.log
+
+    def stop_here(self, t, *args, **values):
+        log(self, t, *args, **values)
+        if t == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(method.run.Run, "log", stop_here)
+        patch.setattr(method.run.time, "monotonic", iter(range(0, 10**6, 20)).__next__)
+        with pytest.raises(KeyboardInterrupt):
+            start(method, CUT + "--out cut")
+    assert method.run.Run.log is server_log
+    start(method, "--resume cut")
+    assert (folder / "cut/model.pt").read_bytes() == (folder / "whole/model.pt").read_bytes()
+    strip = [[{c: v for c, v in r.items() if c != "seconds"} for r in rows(folder / name)] for name in ("cut", "whole")]
+    assert strip[0] == strip[1]
