@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from common import UserError, data, models, splits, train
+from common import UserError, data, models, random_at, splits, train
 from common.splits import Clients
 from common.train import Trainer
 
@@ -73,6 +73,8 @@ def parse(doc: str, settings: dict[str, dict], own_flags: Callable, argv: list[s
     add("--sample", type=at_least(1), help="K, clients selected a round (default: 1 in 4, or one per training domain)")
     add("--silos", type=at_least(0), nargs="+", metavar="N", help="silos: how many of them each domain has")
     add("--silo-size", type=at_least(1), default=2000, help="silos: training samples of each")
+    add("--label-noise", type=at_least(0, float, 1), nargs=2, metavar=("CLIENTS", "FLIPS"),
+        help="share of noisy clients, and of flipped training labels in each of them")  # fmt: skip
     add = parser.add_argument_group("model and training").add_argument
     add("--model", default="cnn", help=", ".join(models.NAMES))
     add("--width", type=positive, default=1.0, help="multiplies the channels of this project's own models")
@@ -138,6 +140,9 @@ def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Cl
         dataset, args.seed, args.partition, alpha=args.alpha, clients=args.clients, participating=args.participating,
         test_domain=args.test_domain, silos_per_domain=args.silos, silo_size=args.silo_size,
     )  # fmt: skip
+    if args.label_noise:
+        rng = random_at(args.seed, "label noise")
+        dataset.y, _ = splits.symmetric_noise(dataset.y, clients.train, *args.label_noise, len(dataset.classes), rng)
     takes_part = len(clients.participating)
     if args.sample is None:
         domains = len(set(clients.names))

@@ -108,9 +108,13 @@ def label_weights(file: Path, counts: Tensor, entropies: Tensor, weights: Mappin
         _save(figure, file)
 
 
-def similarity(file: Path, cosines: Tensor, selected: Sequence[int], times: Tensor, clients: Tensor) -> None:
-    """Cosines between clients' gradients [M, M], the rows `selected` marked, and how often each was [M]."""
-    m = len(cosines)
+def similarity(file: Path, cosines: Tensor, selections: Sequence[Sequence[int]], clients: Tensor) -> None:
+    """Cosines between clients' gradients [M, M], the rows selected last marked, and how often each was selected.
+
+    selections  of each round, as rows; clients  their ids [M]
+    """
+    m, selected = len(cosines), selections[-1]
+    times = np.bincount([i for of_round in selections for i in of_round], minlength=m)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.6, 4.0))
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
@@ -121,7 +125,7 @@ def similarity(file: Path, cosines: Tensor, selected: Sequence[int], times: Tens
             title="cosine similarity (arrows: selected last)", xlabel="client", ylabel="client", xlim=(-0.5, m - 0.5)
         )
         figure.colorbar(image, ax=left)
-        right.barh(np.arange(m), times.numpy(), color="0.5")
+        right.barh(np.arange(m), times, color="0.5")
         right.set(title="times selected")
         ticks = list(range(0, m, max(1, m // 20)))
         left.set_yticks(ticks, clients[ticks].tolist(), fontsize=7)
@@ -129,22 +133,30 @@ def similarity(file: Path, cosines: Tensor, selected: Sequence[int], times: Tens
         _save(figure, file)
 
 
-def hulls(file: Path, frames: Mapping[int, Mapping[str, Tensor]]) -> None:
+def hulls(file: Path, frames: Mapping[int, Mapping[str, Tensor]], dim: int) -> None:
     """Clients' gradients in the plane of their first two principal components, the hull drawn, the selected filled.
 
-    frames  round -> points [M, at most 2], selected bool [M], ids [M]
+    frames  round -> points [M, at most 2], selected bool [M]
+    dim     in how many dimensions they were selected: with more than two, some lie inside the hull of the plane
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(3.6 * len(frames), 3.4))
         all_axes = figure.subplots(1, len(frames), squeeze=False)[0]
         for axes, (t, frame) in zip(all_axes, frames.items(), strict=True):
-            points = torch.nn.functional.pad(frame["points"], (0, 2 - frame["points"].shape[1])).numpy()
-            chosen = frame["selected"].numpy()
+            points = torch.nn.functional.pad(frame["points"].cpu(), (0, 2 - frame["points"].shape[1])).numpy()
+            chosen = frame["selected"].cpu().numpy()
             if np.linalg.matrix_rank(points - points.mean(0)) == 2:
                 hull = ConvexHull(points)
                 axes.fill(*points[hull.vertices].T, fc="0.93", ec="0.6", lw=0.8, zorder=0)
             axes.scatter(*points[~chosen].T, s=22, color="white", ec="0.3", lw=0.8, label="not selected")
-            axes.scatter(*points[chosen].T, s=26, color=COLOURS[0], ec="black", lw=0.6, label="selected")
+            axes.scatter(
+                *points[chosen].T,
+                s=26,
+                color=COLOURS[0],
+                ec="black",
+                lw=0.6,
+                label=f"selected, by the hull in {dim} dimensions",
+            )
             axes.set(title=f"round {t}", xlabel="first principal component")
         all_axes[0].set(ylabel="second")
         figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)

@@ -52,7 +52,7 @@ class Run:
             open_folder(args, self.folder)
         self._open_metrics(self.state["round"] if self.state else 0)
         self.saved_at = self.started = time.monotonic()
-        self.bar = None
+        self.save_took, self.bar = 0.0, None
 
     def _open_metrics(self, rounds: int) -> None:
         """Keeps the rows of the first `rounds` rounds, which the checkpoint knows of, and goes on after them."""
@@ -79,7 +79,7 @@ class Run:
             self.bar.set_description(f"round {t}/{at_most or until}")
             yield t
             state["round"] = t
-            if time.monotonic() - self.saved_at > 10:
+            if time.monotonic() - self.saved_at > max(10, 20 * self.save_took):
                 self.save(state)
 
     def tick(self, share: float) -> None:
@@ -91,8 +91,7 @@ class Run:
 
         Raises UserError where the loss is not finite.
         """
-        if not torch.isfinite(torch.as_tensor(train_loss)):
-            raise UserError(f"training diverged in round {round}: lower --lr")
+        self.check(train_loss, round)
         seconds = self.seconds_before + time.monotonic() - self.started
         values |= {"round": round, "train_loss": float(train_loss), "seconds": round_off(seconds), "selected": selected}
         row = {column: _cell(values[column]) for column in self.columns}
@@ -103,15 +102,25 @@ class Run:
         shown = {"loss": row["train_loss"], "ID": row["id_accuracy"], "OOD": row["ood_accuracy"]}
         self.bar.set_postfix_str("  ".join(f"{name} {value}" for name, value in shown.items() if value))
 
+    def check(self, losses: Tensor, round: int) -> None:
+        """Raises UserError where a loss is not finite."""
+        if not torch.isfinite(torch.as_tensor(losses)).all():
+            raise UserError(f"training diverged in round {round}: lower --lr")
+
+    def wait_for(self, what: str) -> None:
+        """Says what goes on before a round of the progress bar can begin."""
+        self.bar.set_description(what)
+
     def save(self, state: dict) -> None:
         """Writes the checkpoint; a run stopped meanwhile keeps the one before."""
-        part = self.folder / "checkpoint.part"
+        began, part = time.monotonic(), self.folder / "checkpoint.part"
         with open(part, "wb") as f:
             torch.save({"version": 1, "method": self.method, **state}, f)
             f.flush()
             os.fsync(f.fileno())
         part.replace(self.folder / "checkpoint.pt")
         self.saved_at = time.monotonic()
+        self.save_took = self.saved_at - began
 
     def finish(self, state: dict, model: nn.Module, w: Tensor) -> None:
         """Saves the model (its state_dict, in model.pt) and the last checkpoint."""

@@ -33,8 +33,17 @@ def aggregate(updates: Tensor, alpha: Tensor, trim: float) -> Tensor:
     return trimmed_mean(updates, trim) if trim else alpha.to(updates) @ updates
 
 
+def has_moved(updates: Tensor, old: Tensor, threshold: float) -> Tensor:
+    """Event-triggered upload: whose update [K, P] differs from its old one by at least this share of that one's norm.
+
+    bool [K], on the CPU.
+    """
+    return ((updates - old).norm(dim=1) >= threshold * old.norm(dim=1)).cpu()
+
+
 def present(participating: Tensor, churn: float, rng: np.random.Generator) -> Tensor:
     """Who of `participating` [M] is there this round, each being away with probability `churn`; at least one stays."""
     at_home = rng.random(len(participating)) >= churn
-    at_home[rng.integers(len(participating))] |= not at_home.any()
+    if not at_home.any():
+        at_home[rng.integers(len(participating))] = True
     return participating[torch.from_numpy(at_home)]

