@@ -128,7 +128,7 @@ class Trainer:
 
         loss_fn     (model, x, y) -> the scalar that local training descends
         per_client  called as (model, client) before a client trains: sets what differs from client to client
-        progress    called after each client with the share of this call's work that it was
+        progress    called after each local epoch with the share of this call's work that it was
 
         Returns G [K, P], row i = w - w_i, and the clients' mean training loss [K], both on the device.
         """
@@ -139,13 +139,16 @@ class Trainer:
             if per_client is not None:
                 per_client(model, client)
             with seeded(self.device, self.seed, "dropout", round, client):
-                losses[i] = self._train(model, samples[client], round, client, loss_fn)
+                losses[i] = self._train(
+                    model, samples[client], round, client, loss_fn, lambda: progress(1 / len(clients) / self.epochs)
+                )
             updates[i] = w - get_weights(model)
-            progress(1 / len(clients))
         return updates, losses
 
-    def _train(self, model: nn.Module, samples: Tensor, round: int, client: int, loss_fn: LossFn) -> Tensor:
-        """One client's local epochs, on `model` in place. Returns the mean loss over all its batches."""
+    def _train(
+        self, model: nn.Module, samples: Tensor, round: int, client: int, loss_fn: LossFn, after_epoch: Callable
+    ) -> Tensor:
+        """One client's local epochs, on `model` in place. Returns the mean loss over all its samples."""
         model.train()
         if self.optimizer == "adam":
             optimizer = torch.optim.Adam(model.parameters(), lr=self.lr, fused=True)
@@ -162,6 +165,7 @@ class Trainer:
                 loss.backward()
                 optimizer.step()
                 total += loss.detach() * len(positions)
+            after_epoch()
         return total / (self.epochs * len(samples))
 
     @torch.no_grad()
