@@ -150,8 +150,8 @@ PAPER = {"clients": 50, "local_epochs": 1, "rounds": 100}
 ROTATED = {**PAPER, "rotate": [0, 15, 30, 45, 60, 75], "test_domain": "0", "model": "convnet", "lr": 1e-2,
            "batch_size": 64, "gamma": 1e-2}  # fmt: skip
 SETTINGS = {
-    "glyphs": {**PAPER, "test_domain": "mono", "model": "convnet", "width": 0.25, "lr": 1e-2, "batch_size": 32,
-               "gamma": 1e-2, "rounds": 40},
+    "glyphs": {**PAPER, "test_domain": "mono", "clients": 12, "model": "convnet", "width": 0.125, "lr": 0.05,
+               "momentum": 0.9, "batch_size": 32, "gamma": 1e-2, "rounds": 20},
     "mnist": ROTATED,
     "fmnist": ROTATED,
     "emnist": ROTATED,

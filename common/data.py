@@ -68,7 +68,7 @@ def load(
     if name == "glyphs":
         data = Dataset(name, **glyphs())
     elif name == "shakespeare":
-        data = plays(_shakespeare_file(Path(root)))
+        data = replace(plays(_shakespeare_file(Path(root))), name=name)
     elif name == "cifar10" and not (Path(root) / "cifar-10-batches-py").exists() and (Path(root) / "cifar10").is_dir():
         data = image_folder(Path(root) / "cifar10", Path(root) / "cache", 32)
     elif name in NAMES:

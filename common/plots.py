@@ -43,9 +43,12 @@ def curves(
             for r, (label, rows) in enumerate(runs.items()):
                 for c, column in enumerate(columns):
                     points = [(int(row["round"]), float(row[column])) for row in rows if row.get(column)]
-                    name = " ".join(([label] if len(runs) > 1 else []) + ([column] if len(columns) > 1 else []))
+                    what = [column.replace("_accuracy", "").upper()] if len(columns) > 1 else []
+                    colour = COLOURS[r if len(runs) > 1 else c]
+                    line = LINES[c if len(columns) > 1 else r]
                     if points:
-                        axes.plot(*zip(*points, strict=True), color=COLOURS[r + c], ls=LINES[r + c], label=name)
+                        name = " ".join([label] * (len(runs) > 1) + what)
+                        axes.plot(*zip(*points, strict=True), color=colour, ls=line, label=name)
             for mark in marks:
                 axes.axvline(mark + 0.5, color="0.5", ls=":", lw=0.9)
             axes.set(title=title, xlabel="round")
