@@ -16,7 +16,7 @@ from fediir import alignment, classifier_gradient, fediir_loss, moving_average
 
 CUT = (
     "--model convnet --width 0.1 --test-domain dark --clients 4 --sample 2 --local-epochs 1 "
-    "--batch-size 10 --lr 0.05 --rounds 4 --device cpu "
+    "--batch-size 10 --lr 0.05 --momentum 0 --rounds 4 --device cpu "
 )
 
 
