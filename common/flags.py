@@ -12,6 +12,7 @@ from common import UserError, data, models, random_at, splits, train
 from common.splits import Clients
 from common.train import Trainer
 
+TINY = 1e-12  # stands for the least number above 0
 FREE_TO_CHANGE = ("resume", "out", "device", "data_dir")  # flags that a resumed run may give anew
 
 
@@ -24,14 +25,15 @@ def at_least(low: float, kind: type = int, most: float = float("inf")) -> Callab
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole' if kind is int else 'a'} number") from None
         if not low <= value <= most or value == float("inf"):
-            bound = f"at least {low:g}" if most == float("inf") else f"between {low:g} and {most:g}"
+            least = "above 0" if low == TINY else f"at least {low:g}"
+            bound = least if most == float("inf") else f"between {low:g} and {most:g}"
             raise argparse.ArgumentTypeError(f"{text} is out of range: {bound}")
         return value
 
     return number
 
 
-positive = at_least(1e-12, float)
+positive = at_least(TINY, float)
 
 
 class _Parser(argparse.ArgumentParser):

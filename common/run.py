@@ -158,6 +158,8 @@ def open_folder(args: argparse.Namespace, folder: Path | None = None) -> Path:
     Raises UserError where there is one already, unless the run is to be resumed.
     """
     folder = folder or folder_of(args)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is not a folder: choose another --out")
     if folder.exists() and any(folder.iterdir()) and not args.resume:
         raise UserError(f"{folder} exists and is not empty: choose another --out, or continue it with --resume")
     folder.mkdir(parents=True, exist_ok=True)

@@ -106,6 +106,8 @@ def silos(domain: Tensor, per_domain: list[int], size: int, rng: np.random.Gener
     values, sizes = domain.unique(return_counts=True)
     if len(per_domain) != len(values):
         raise UserError(f"--silos gives {len(per_domain)} numbers for {len(values)} domains: give one a domain")
+    if sum(per_domain) == 0:
+        raise UserError("--silos gives no domain a silo")
     if bool((torch.tensor(per_domain) * size > sizes).any()):
         raise UserError(f"{per_domain} silos of {size} samples do not fit into domains of {sizes.tolist()}")
     parts = []
