@@ -79,7 +79,7 @@ def partition(file: Path, data: Dataset, clients: Clients) -> None:
                 axes.set_yticks(range(len(names)), names)
             figure.colorbar(image, ax=axes, label="samples")
         takes_part, others = len(clients.participating), len(order) - len(clients.participating)
-        axes.set(xlabel=f"clients: {takes_part} participating" + (f" | {others} not" if others else ""))
+        axes.set(xlabel=f"clients in order: {takes_part} participating" + (f" | {others} not" if others else ""))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if len(order) <= 20:
             axes.set_xticks(range(len(order)), order)
