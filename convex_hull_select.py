@@ -78,12 +78,9 @@ def hull_vertices(gradients: Tensor, dim: int, scale: bool = True) -> Tensor:
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 SETTINGS = {
     "glyphs": {**PAPER, "alpha": 0.1, "batch_size": 32, "lr": 0.05, "rounds": 20},
-    "mnist": {**PAPER, "alpha": 0.5},
-    "fmnist": {**PAPER, "alpha": 0.5},
-    "emnist": {**PAPER, "alpha": 0.5},
+    **{name: {**PAPER, "alpha": 0.5} for name in ["mnist", "fmnist", "emnist", "gtsrb"]},
     "cifar10": {**PAPER, "alpha": 0.1},
     "cifar100": {**PAPER, "alpha": 0.03, "local_epochs": 3, "batch_size": 16, "lr": 0.01, "model": "resnet18"},
-    "gtsrb": {**PAPER, "alpha": 0.5},
     "shakespeare": {**PAPER, "model": "charrnn"},
     "folder": {**PAPER, "alpha": 0.09, "local_epochs": 3, "batch_size": 16, "lr": 0.01, "model": "resnet18"},
 }  # fmt: skip
@@ -93,12 +90,7 @@ def own_flags(add) -> None:
     add("--selection", choices=["hull", "interior"], default="hull", help="line 3, or its ablation")
     add("--hull-dim", type=flags.at_least(1, int, 8), default=3, help="principal components in which the hull is built")
     add("--raw", action="store_true", help="do not scale gradients to unit length first")
-    add(
-        "--draw",
-        type=flags.at_least(1),
-        metavar="N",
-        help="select N of the vertices (or interior) at random; --sample is not used",
-    )
+    add("--draw", type=flags.at_least(1), metavar="N", help="train N of the vertices (or interior), drawn at random")
     add("--weighting", choices=["equal", "size", "entropy"], default="equal", help="alpha of line 7")
     add("--event-threshold", type=flags.at_least(0, float), default=0.0, help="relative change under which no upload")
     add("--churn", type=flags.at_least(0, float, 0.99), default=0.0, help="probability to be away in a round")
@@ -121,9 +113,10 @@ def main(argv: list[str] | None = None) -> None:
         here = server.present(torch.arange(m), args.churn, random_at(args.seed, "churn", t))
         newcomers = [i for i in here.tolist() if not state["seen"][i]]
         if newcomers:  # line 1
-            log.wait_for(f"{len(newcomers)} clients enter the table")
-            new = everyone[newcomers].tolist()
-            state["table"][newcomers], losses = trainer.local_updates(model, state["w"], new, clients.train, 0)
+            with log.besides(f"{len(newcomers)} clients enter the table", len(newcomers) / args.sample) as tick:
+                state["table"][newcomers], losses = trainer.local_updates(
+                    model, state["w"], everyone[newcomers].tolist(), clients.train, 0, progress=tick
+                )
             log.check(losses, t)
             state["seen"] = [old or i in newcomers for i, old in enumerate(state["seen"])]
             state["uploads"] += len(newcomers)

@@ -74,20 +74,16 @@ def total_variation_loss(model: nn.Module, x: Tensor, y: Tensor, start: list[Ten
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 SETTINGS = {
     "glyphs": {**PAPER, "alpha": 0.05, "batch_size": 32, "lr": 0.05, "rounds": 25},
-    "mnist": {**PAPER, "alpha": 0.1},
-    "fmnist": {**PAPER, "alpha": 0.1},
-    "emnist": {**PAPER, "alpha": 0.1},
+    **{name: {**PAPER, "alpha": 0.1} for name in ["mnist", "fmnist", "emnist", "gtsrb"]},
     "cifar10": {**PAPER, "alpha": 0.05},
     "cifar100": {**PAPER, "alpha": 0.03, "local_epochs": 3, "batch_size": 16, "lr": 0.01, "model": "resnet18"},
-    "gtsrb": {**PAPER, "alpha": 0.1},
     "folder": {**PAPER, "alpha": 0.09, "local_epochs": 3, "batch_size": 16, "lr": 0.01, "model": "resnet18"},
 }  # fmt: skip
 
 
 def own_flags(add) -> None:
-    add(
-        "--weighting", choices=["entropy", "cosine", "size", "equal"], default="entropy", help="alpha: equation 14, ..."
-    )
+    kinds = ["entropy", "cosine", "size", "equal"]
+    add("--weighting", choices=kinds, default="entropy", help="alpha of equation 14, or one of the others")
     add("--tv", type=flags.at_least(0, float), default=0.0, help="lambda of the total-variation penalty")
     add("--expel", type=flags.at_least(0, float, 0.99), default=0.0, help="share of clients expelled for their entropy")
 

@@ -11,7 +11,7 @@ form in which Guo et al. (FedIIR, ICML 2023) write it beside their own method:
     5          theta_c = theta^{t-1}
     6          for k = 1 .. K: sample a mini-batch,               trainer.local_updates
     7              theta_c <- theta_c - eta_l grad R_c            args.lr
-    8          Delta_c = theta_c - theta^{t-1}                    -updates[c]
+    8          Delta_c = theta_c - theta^{t-1}                    -updates[i]
     9      theta^t = theta^{t-1} + eta_g mean of Delta_c          args.server_lr; the mean's weights: alpha
 
 This file is also the baseline of the others. Wu et al. (Advocating for the Silent) compare with three selections:
@@ -56,12 +56,9 @@ def aggregation_weights(sizes: Tensor, weighting: str) -> Tensor:
 WU = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 SETTINGS = {
     "glyphs": {**WU, "alpha": 0.1, "batch_size": 32, "lr": 0.05, "rounds": 25},
-    "mnist": {**WU, "alpha": 0.5},
-    "fmnist": {**WU, "alpha": 0.5},
-    "emnist": {**WU, "alpha": 0.5},
+    **{name: {**WU, "alpha": 0.5} for name in ["mnist", "fmnist", "emnist", "gtsrb"]},
     "cifar10": {**WU, "alpha": 0.1},
     "cifar100": {**WU, "alpha": 0.03, "local_epochs": 3, "batch_size": 16, "lr": 0.01, "model": "resnet18"},
-    "gtsrb": {**WU, "alpha": 0.5},
     "shakespeare": {**WU, "model": "charrnn"},
     "folder": {"model": "resnet18", "local_epochs": 1, "batch_size": 32, "lr": 2.5e-3, "rounds": 100},
 }  # fmt: skip

@@ -76,12 +76,9 @@ def update_similarity(similarity: Tensor, gradients: Tensor, changed: Tensor) ->
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 SETTINGS = {
     "glyphs": {**PAPER, "alpha": 0.1, "batch_size": 32, "lr": 0.05, "rounds": 25},
-    "mnist": {**PAPER, "alpha": 0.5},
-    "fmnist": {**PAPER, "alpha": 0.5},
-    "emnist": {**PAPER, "alpha": 0.5},
+    **{name: {**PAPER, "alpha": 0.5} for name in ["mnist", "fmnist", "emnist", "gtsrb"]},
     "cifar10": {**PAPER, "alpha": 0.1},
     "cifar100": {**PAPER, "alpha": 0.03, "local_epochs": 3, "batch_size": 16, "lr": 0.01, "model": "resnet18"},
-    "gtsrb": {**PAPER, "alpha": 0.5},
     "shakespeare": {**PAPER, "model": "charrnn"},
     "folder": {**PAPER, "alpha": 0.09, "local_epochs": 3, "batch_size": 16, "lr": 0.01, "model": "resnet18"},
 }  # fmt: skip
@@ -120,8 +117,10 @@ def main(argv: list[str] | None = None) -> None:
         here = server.present(torch.arange(m), args.churn, random_at(args.seed, "churn", t))
         newcomers = torch.tensor([i for i in here.tolist() if not state["seen"][i]], dtype=torch.long)
         if len(newcomers):  # line 1
-            log.wait_for(f"{len(newcomers)} clients enter the table")
-            updates, losses = trainer.local_updates(model, state["w"], everyone[newcomers].tolist(), clients.train, 0)
+            with log.besides(f"{len(newcomers)} clients enter the table", len(newcomers) / args.sample) as tick:
+                updates, losses = trainer.local_updates(
+                    model, state["w"], everyone[newcomers].tolist(), clients.train, 0, progress=tick
+                )
             log.check(losses, t)
             upload(newcomers, updates)
             state["seen"] = [old or i in newcomers for i, old in enumerate(state["seen"])]

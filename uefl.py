@@ -36,7 +36,7 @@ Where the paper is silent or unclear
     share of the standard test set where there is one. mA and mP are taken with dropout off; mP is exp of the entropy
     of how often codewords are used, over all segments.
  5. Which Gaussian initialises the codewords: the standard one. The tokens of a network with ReLUs, however, point all
-    into much the same direction, and two to four codewords get all of them. So the encoder ends in a layer norm
+    into much the same direction, and a few codewords get all of them. So the encoder ends in a layer norm
     without parameters, which gives tokens the length of such codewords; --no-token-norm leaves it out. What it does
     is measured in results/uefl.md; FedAvg does not have it.
  6. beta = 1 on line 15's second term, and 0.25 (--commitment) on its first, as in the authors' code; both are means.
@@ -94,12 +94,8 @@ class ExtensibleCodebook(nn.Module):
         if dim % segments:
             raise ValueError(f"tokens of {dim} channels cannot be cut into {segments} segments")
         self.segments, self.commitment, self.beta = segments, commitment, beta
-        self.codewords = nn.Parameter(torch.empty(size, dim // segments))
+        self.codewords = nn.Parameter(torch.randn(size, dim // segments))
         self.register_buffer("allowed", torch.ones(size, dtype=torch.bool))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.codewords)
 
     def use(self, allowed: Tensor) -> None:
         """From now on the codebook serves the client that may use the codewords `allowed`, bool [V]."""
@@ -111,7 +107,7 @@ class ExtensibleCodebook(nn.Module):
         The gradient with respect to the output goes to the tokens unchanged (straight through).
         """
         if not len(self.codewords):
-            return tokens, tokens.new_zeros(()), self.allowed.nonzero()
+            return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
         with torch.autocast(tokens.device.type, enabled=False):
             z = tokens.float().reshape(-1, self.codewords.shape[1])
             with torch.no_grad():  # |z - c|^2 = |z|^2 - 2 z.c + |c|^2, of which the first does not matter
@@ -228,13 +224,14 @@ def assess(args, trainer: train.Trainer, model: UEFL, state: dict, clients: Clie
                 c, _, index = model.codebook(tokens)
                 certain = model.classify(c).softmax(1)
                 model.classifier.train()
-                passes += (
-                    [model.classify(c).softmax(1) for _ in range(args.passes)] if args.ensemble == 1 else [certain]
-                )
+                if args.ensemble == 1:
+                    passes += [model.classify(c).softmax(1) for _ in range(args.passes)]
+                else:
+                    passes.append(certain)
         hits.append((certain.argmax(1) == trainer.y[clients.test[k]]).float())
         entropies.append(predictive_entropy(torch.stack(passes)).mean().item())
         perplexities.append(perplexity(index, len(model.codebook.codewords)).item())
-    model.codebook.use(state["allowed"].all(0) | (args.unseen_codewords == "all"))
+    model.codebook.use(state["allowed"].all(0) | (args.unseen_codewords == "all"))  # item 8: who has none of its own
     ood = trainer.evaluate(model, state["w"][-1], [clients.ood])[0].item() if len(clients.ood) else None
     accuracies = [h.mean().item() for h in hits]
     mean_perplexity = np.mean(perplexities) if args.codebook_size else None
@@ -278,13 +275,13 @@ def federate(args, trainer: train.Trainer, model: UEFL, w: list[Tensor], clients
         for t in log.rounds(state, until, most):  # line 5
             selected = splits.draw(everyone, args.sample, random_at(args.seed, "select", t))
             sizes, allowed = clients.sizes[selected].to(device), state["allowed"][selected]
-            for m, w in enumerate(state["w"]):
+            for m, of_member in enumerate(state["w"]):
                 updates, losses = trainer.local_updates(
-                    model, w, selected.tolist(), clients.train, t, uefl_loss,
+                    model, of_member, selected.tolist(), clients.train, t, uefl_loss,
                     per_client=lambda model, k: model.codebook.use(state["allowed"][k]),
                     progress=lambda share: log.tick(share / len(state["w"])),
                 )  # lines 6-19  # fmt: skip
-                state["w"][m] = average(model, w, updates, sizes, allowed)  # line 20
+                state["w"][m] = average(model, of_member, updates, sizes, allowed)  # line 20
             state["round"] = t
             found = assess(args, trainer, model, state, clients)
             state["uncertainties"] = torch.tensor(found["uncertainties"])  # line 22

@@ -60,7 +60,8 @@ def curves(
 
 def partition(file: Path, data: Dataset, clients: Clients) -> None:
     """Who holds what: training samples of each client by class, and by domain where there are domains."""
-    order = torch.cat([clients.participating, _others(clients)]).tolist()
+    everyone = torch.arange(len(clients.train))
+    order = [*clients.participating.tolist(), *everyone[~torch.isin(everyone, clients.participating)].tolist()]
     panels = [("class", data.y, data.classes)]
     if data.domain is not None and len(data.domains) <= 40:
         panels.append(("domain", data.domain, data.domains))
@@ -152,23 +153,12 @@ def hulls(file: Path, frames: Mapping[int, Mapping[str, Tensor]], dim: int) -> N
                 hull = ConvexHull(points)
                 axes.fill(*points[hull.vertices].T, fc="0.93", ec="0.6", lw=0.8, zorder=0)
             axes.scatter(*points[~chosen].T, s=22, color="white", ec="0.3", lw=0.8, label="not selected")
-            axes.scatter(
-                *points[chosen].T,
-                s=26,
-                color=COLOURS[0],
-                ec="black",
-                lw=0.6,
-                label=f"selected, by the hull in {dim} dimensions",
-            )
+            label = f"selected, by the hull in {dim} dimensions"
+            axes.scatter(*points[chosen].T, s=26, color=COLOURS[0], ec="black", lw=0.6, label=label)
             axes.set(title=f"round {t}", xlabel="first principal component")
         all_axes[0].set(ylabel="second")
         figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
         _save(figure, file)
-
-
-def _others(clients: Clients) -> Tensor:
-    everyone = torch.arange(len(clients.train))
-    return everyone[~torch.isin(everyone, clients.participating)]
 
 
 def heatmaps(file: Path, matrices: Mapping[str, Tensor], axis: str, scale: str) -> None:

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -39,6 +40,8 @@ class Run:
     columns  the method's own columns of metrics.csv
     folder   where to; by default args.out, else a new folder under runs/
     state    what a resumed run's checkpoint holds, None in a new run
+
+    Raises UserError where the folder is taken, or its checkpoint cannot be read.
     """
 
     def __init__(self, args: argparse.Namespace, columns: list[str], device: torch.device, folder: Path | None = None):
@@ -47,7 +50,7 @@ class Run:
         self.folder = folder or folder_of(args)
         checkpoint = self.folder / "checkpoint.pt"
         if args.resume and checkpoint.exists():
-            self.state = _read_checkpoint(checkpoint, device)
+            self.state = _read_checkpoint(checkpoint, self.method, device)
         else:
             open_folder(args, self.folder)
         self._open_metrics(self.state["round"] if self.state else 0)
@@ -93,7 +96,7 @@ class Run:
         """
         self.check(train_loss, round)
         seconds = self.seconds_before + time.monotonic() - self.started
-        values |= {"round": round, "train_loss": float(train_loss), "seconds": round_off(seconds), "selected": selected}
+        values |= {"round": round, "train_loss": float(train_loss), "seconds": f"{seconds:.2f}", "selected": selected}
         row = {column: _cell(values[column]) for column in self.columns}
         line = ",".join(row[column] for column in self.columns)
         self.metrics.write(line + "\n")
@@ -107,9 +110,13 @@ class Run:
         if not torch.isfinite(torch.as_tensor(losses)).all():
             raise UserError(f"training diverged in round {round}: lower --lr")
 
-    def wait_for(self, what: str) -> None:
-        """Says what goes on before a round of the progress bar can begin."""
+    @contextmanager
+    def besides(self, what: str, rounds: float) -> Iterator[Callable[[float], None]]:
+        """Work as long as so many rounds within another: the bar says `what`, and moves on by what this gives."""
+        description, self.bar.total = self.bar.desc, self.bar.total + rounds
         self.bar.set_description(what)
+        yield lambda share: self.tick(share * rounds)
+        self.bar.set_description(description.removesuffix(": "))
 
     def save(self, state: dict) -> None:
         """Writes the checkpoint; a run stopped meanwhile keeps the one before."""
@@ -172,10 +179,6 @@ def open_folder(args: argparse.Namespace, folder: Path | None = None) -> Path:
     return folder
 
 
-def round_off(seconds: float) -> float:
-    return round(seconds, 2)
-
-
 def _cell(value) -> str:
     if value is None:
         return ""
@@ -191,14 +194,16 @@ def read_metrics(file: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(f))
 
 
-def _read_checkpoint(file: Path, device: torch.device) -> dict:
+def _read_checkpoint(file: Path, method: str, device: torch.device) -> dict:
     try:
         state = torch.load(file, weights_only=True, map_location=device)
-        version, _ = state.pop("version"), state.pop("method")
+        version, writer = state.pop("version"), state.pop("method")
     except Exception as e:  # from EOFError to UnpicklingError, whose text tells users to load it unsafely
         raise UserError(f"{file} is not a checkpoint that can be read: it is damaged, or something else") from e
     if version != 1:
         raise UserError(f"{file} was written by another version of this project")
+    if writer != method:
+        raise UserError(f"{file} was written by {writer}.py, not by {method}.py")
     return state
 
 
