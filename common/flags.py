@@ -91,7 +91,8 @@ def parse(doc: str, settings: dict[str, dict], own_flags: Callable, argv: list[s
     add = parser.add_argument_group("run").add_argument
     add("--seed", type=at_least(0), default=0, help="of every random draw")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
-    add("--precision", choices=["float32", "bfloat16"], default="float32", help="bfloat16 is autocast")
+    add("--precision", choices=["auto", "float32", "bfloat16"], default="auto",
+        help="bfloat16 is autocast; auto takes it where the device has it in hardware")  # fmt: skip
     add("--out", metavar="DIR", help="the run's folder (default: a new one under runs/)")
     add("--resume", metavar="DIR", help="continue the run in this folder, with its flags")
     own_flags(parser.add_argument_group("this method").add_argument)
@@ -137,6 +138,7 @@ def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Cl
     Fills in args.sample, the number of clients selected a round. Raises UserError where the flags do not fit.
     """
     device = train.pick_device(args.device)
+    args.precision = train.pick_precision(args.precision, device)
     dataset = data.load(args.dataset, args.data_dir, args.image_size, args.rotate or (), args.seed)
     clients = splits.deal(
         dataset, args.seed, args.partition, alpha=args.alpha, clients=args.clients, participating=args.participating,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common.data import Dataset
 from common.splits import Clients
+from common.train import RANK
 
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"]  # Okabe and Ito
 LINES, MARKERS = ["-", "--", ":", "-."], ["o", "s", "^", "D", "v", "P", "X"]
@@ -24,7 +25,8 @@ STYLE = {
 
 
 def _save(figure: Figure, file: Path) -> None:
-    figure.savefig(file, metadata={"Software": None})
+    if RANK == 0:
+        figure.savefig(file, metadata={"Software": None})
 
 
 def curves(

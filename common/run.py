@@ -8,12 +8,13 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torchvision
 from torch import Tensor
@@ -59,15 +60,17 @@ class Run:
 
     def _open_metrics(self, rounds: int) -> None:
         """Keeps the rows of the first `rounds` rounds, which the checkpoint knows of, and goes on after them."""
-        file = self.folder / "metrics.csv"
+        file, part = self.folder / "metrics.csv", self.folder / "metrics.part"
         if rounds:
             self.rows = [row for row in read_metrics(file) if int(row["round"]) <= rounds]
         self.seconds_before = float(self.rows[-1]["seconds"]) if self.rows else 0.0
-        with open(file, "w", newline="") as f:
-            writer = csv.DictWriter(f, self.columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
-        self.metrics = open(file, "a", newline="")  # noqa: SIM115
+        if train.RANK == 0:
+            with open(part, "w", newline="") as f:
+                writer = csv.DictWriter(f, self.columns, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(self.rows)
+            part.replace(file)
+        self.metrics = open(file if train.RANK == 0 else os.devnull, "a", newline="")  # noqa: SIM115
 
     def rounds(self, state: dict, until: int, at_most: int | None = None) -> Iterator[int]:
         """Counts rounds from the one after state["round"] up to `until`; keeps state["round"] and the checkpoint.
@@ -77,12 +80,12 @@ class Run:
         if self.bar is None:
             shape = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
             self.bar = tqdm(total=at_most or until, initial=state["round"], bar_format=shape,
-                            mininterval=0.2 if sys.stderr.isatty() else 10)  # fmt: skip
+                            mininterval=0.2 if sys.stderr.isatty() else 10, disable=train.RANK > 0)  # fmt: skip
         for t in range(state["round"] + 1, until + 1):
             self.bar.set_description(f"round {t}/{at_most or until}")
             yield t
             state["round"] = t
-            if time.monotonic() - self.saved_at > max(10, 20 * self.save_took):
+            if train.RANK == 0 and time.monotonic() - self.saved_at > max(10, 20 * self.save_took):
                 self.save(state)
 
     def tick(self, share: float) -> None:
@@ -132,11 +135,12 @@ class Run:
     def finish(self, state: dict, model: nn.Module, w: Tensor) -> None:
         """Saves the model (its state_dict, in model.pt) and the last checkpoint."""
         self.bar.close()
-        self.save(state)
         self.metrics.close()
         train.set_weights(model, w)
-        torch.save(model.state_dict(), self.folder / "model.part")
-        (self.folder / "model.part").replace(self.folder / "model.pt")
+        if train.RANK == 0:
+            self.save(state)
+            torch.save(model.state_dict(), self.folder / "model.part")
+            (self.folder / "model.part").replace(self.folder / "model.pt")
 
     def report(self, title: str) -> None:
         """Prints how the run ended: its last round, and the mean of its last five."""
@@ -165,6 +169,8 @@ def open_folder(args: argparse.Namespace, folder: Path | None = None) -> Path:
     Raises UserError where there is one already, unless the run is to be resumed.
     """
     folder = folder or folder_of(args)
+    if train.RANK > 0:
+        return folder
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is not a folder: choose another --out")
     if folder.exists() and any(folder.iterdir()) and not args.resume:
@@ -172,7 +178,8 @@ def open_folder(args: argparse.Namespace, folder: Path | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     about = {
         "method": Path(sys.argv[0]).stem, "command": shlex.join(["python", *sys.argv]), "flags": vars(args),
-        "threads": torch.get_num_threads(), "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(), "ranks": train.RANKS,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": sys.version.split()[0], "torch": torch.__version__, "torchvision": torchvision.__version__,
     }  # fmt: skip
     (folder / "args.json").write_text(json.dumps(about, indent=1) + "\n")
@@ -218,9 +225,13 @@ def table(title: str, header: list[str], rows: list[list]) -> None:
 
 def launch(main: Callable[[], None]) -> None:
     """Runs a method from the command line. A user's mistake is one line on stderr and exit code 2; 1 is for a full disk
-    and its like; 130 is for Ctrl-C."""
+    and its like; 130 is for Ctrl-C. Of several ranks only the first prints, and the others only what they alone found.
+    """
     try:
-        main()
+        with redirect_stdout(open(os.devnull, "w") if train.RANK > 0 else sys.stdout):
+            main()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except UserError as e:
         code, message = 2, str(e)
     except OSError as e:
@@ -229,5 +240,7 @@ def launch(main: Callable[[], None]) -> None:
         code, message = 130, "stopped; --resume with the run's folder continues it"
     else:
         return
+    if train.RANK > 0:
+        time.sleep(3)  # meanwhile torchrun ends this rank if the first one has found the same
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.exit(code)

@@ -1,16 +1,22 @@
-"""How clients learn and a server averages. The only module that knows of devices and precision.
+"""How clients learn and a server averages. The only module that knows of devices, precision and processes.
 
 A model travels as one vector w [P]: its parameters in their order, then its floating-point buffers (the statistics
 of batch norm). A client's upload is a row of G [K, P], row i = w - w_i, so that a server's step reads as in the
 papers: w = w - alpha @ G.
+
+Under `torchrun --nproc-per-node N` each of N processes (ranks) runs the whole program. A round's clients are shared out
+among them, so are the samples of an evaluation; what they found is exchanged, and each takes the same server's step.
+Only the first rank writes and prints.
 """
 
 import ctypes
+import heapq
 import os
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,6 +26,7 @@ from common.data import Dataset
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 LossFn = Callable[[nn.Module, Tensor, Tensor], Tensor]
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets them
 
 
 def keep_freed_memory() -> None:
@@ -31,16 +38,44 @@ def keep_freed_memory() -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one. Raises UserError for a device that is not there."""
+    """`auto` is the GPU where there is one, each rank's own where there are several; joins the ranks.
+
+    Raises UserError for a device that is not there.
+    """
     keep_freed_memory()
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = "cuda" if name == "auto" and torch.cuda.is_available() else "cpu" if name == "auto" else name
+    if found == "cuda" and RANKS > 1:
+        found = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
-        device = torch.device(name)
+        device = torch.device(found)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as e:
         raise UserError(f"--device {name} cannot be used ({first_line(e)}): choose auto or cpu") from e
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if RANKS > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return device
+
+
+def pick_precision(name: str, device: torch.device) -> str:
+    """`auto` is bfloat16 where the device multiplies in it natively, else float32. See results/speed.md."""
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    cpu = torch.cpu.get_capabilities()
+    return "bfloat16" if cpu.get("avx512_bf16") or cpu.get("amx_bf16") else "float32"
+
+
+def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Which rank does each piece of work: the largest first, to whoever has least. Ties go to the first."""
+    load, owner = [(0, r) for r in range(ranks)], [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        work, r = load[0]
+        heapq.heapreplace(load, (work + sizes[i], r))
+        owner[i] = r
+    return owner
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
@@ -128,21 +163,27 @@ class Trainer:
 
         loss_fn     (model, x, y) -> the scalar that local training descends
         per_client  called as (model, client) before a client trains: sets what differs from client to client
-        progress    called after each local epoch with the share of this call's work that it was
+        progress    called after each local epoch with the share of this rank's work that it was
 
         Returns G [K, P], row i = w - w_i, and the clients' mean training loss [K], both on the device.
         """
         updates = torch.empty(len(clients), len(w), device=self.device)
         losses = torch.empty(len(clients), device=self.device)
+        owner = share_out([len(samples[client]) for client in clients], RANKS)
+        share = 1 / max(1, owner.count(RANK)) / self.epochs
         for i, client in enumerate(clients):
+            if owner[i] != RANK:
+                continue
             set_weights(model, w)
             if per_client is not None:
                 per_client(model, client)
             with seeded(self.device, self.seed, "dropout", round, client):
-                losses[i] = self._train(
-                    model, samples[client], round, client, loss_fn, lambda: progress(1 / len(clients) / self.epochs)
-                )
-            updates[i] = w - get_weights(model)
+                losses[i] = self._train(model, samples[client], round, client, loss_fn, lambda: progress(share))
+            torch.sub(w, get_weights(model), out=updates[i])
+        if RANKS > 1:
+            for i in range(len(clients)):
+                dist.broadcast(updates[i], src=owner[i])
+                dist.broadcast(losses[i : i + 1], src=owner[i])
         return updates, losses
 
     def _train(
@@ -178,8 +219,15 @@ class Trainer:
         """
         set_weights(model, w)
         model.eval()
+        each = -(-len(samples) // RANKS)  # all ranks the same number; the last ones repeat the last sample
+        mine = samples[torch.arange(RANK * each, (RANK + 1) * each).clamp(max=len(samples) - 1)].to(self.device)
         with self.autocast():
-            return torch.cat([(function or model)(self.batch(p)).float() for p in samples.to(self.device).split(1000)])
+            found = torch.cat([(function or model)(self.batch(p)).float() for p in mine.split(1000)])
+        if RANKS == 1:
+            return found
+        everything = found.new_empty(RANKS * each, *found.shape[1:])
+        dist.all_gather_into_tensor(everything, found.contiguous())
+        return everything[: len(samples)]
 
     def mean(
         self, model: nn.Module, w: Tensor, samples: Tensor, function: Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -190,10 +238,14 @@ class Trainer:
         """
         set_weights(model, w)
         model.eval()
-        chunks = samples.to(self.device).split(1000)
+        mine = samples.tensor_split(RANKS)[RANK].to(self.device)
+        chunks, counts = (mine.split(1000), 1) if len(mine) else ([samples[:1].to(self.device)], 0)
         with self.autocast():
             sums = [function(model, self.batch(p), self.y[p]).float() * len(p) for p in chunks]
-        return torch.stack(sums).sum(0) / len(samples)
+        total = torch.stack(sums).sum(0) * counts
+        if RANKS > 1:
+            dist.all_reduce(total)
+        return total / len(samples)
 
     def evaluate(self, model: nn.Module, w: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Accuracy and mean cross-entropy of the model with weights w on each part, two tensors [len(parts)]."""

@@ -44,7 +44,8 @@ def start(monkeypatch, tmp_path):
     monkeypatch.setattr(common.data, "load", lambda name, *args: make_tiny())
 
     def run_method(method, flags):
-        monkeypatch.setattr(sys, "argv", [f"{method.__name__}.py", *flags.split()])
+        precision = [] if "--resume" in flags else ["--precision", "float32"]  # the same wherever the tests run
+        monkeypatch.setattr(sys, "argv", [f"{method.__name__}.py", *precision, *flags.split()])
         method.main()
         return tmp_path
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from common import UserError, random_at
 from common.models import build
-from common.train import Trainer, get_weights, pick_device, seeded, set_weights, span, weights_of
+from common.train import Trainer, get_weights, pick_device, pick_precision, seeded, set_weights, span, weights_of
 
 
 @pytest.fixture
@@ -129,3 +129,11 @@ def test_a_models_parameters_come_before_its_buffers():
     model(torch.tensor([[0.0, 2.0], [2.0, 6.0]]))
     assert get_weights(model)[:4].tolist() == [1, 1, 0, 0]
     assert get_weights(model)[7:].tolist() == pytest.approx([0.1, 0.4, 0.9 + 0.1 * 2, 0.9 + 0.1 * 8])
+
+
+def test_a_device_multiplies_in_bfloat16_only_where_its_hardware_does(monkeypatch):
+    cpu = torch.device("cpu")
+    for capabilities, precision in (({"avx512_bf16": True}, "bfloat16"), ({"avx2": True}, "float32")):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
+        assert pick_precision("auto", cpu) == precision
+        assert pick_precision("float32", cpu) == "float32"

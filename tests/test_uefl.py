@@ -17,7 +17,7 @@ from uefl import ExtensibleCodebook, predictive_entropy, uncertain
 CUT = (
     "--model resblocks --width 0.01 --rotate 0 90 --silos 2 1 --silo-size 20 --local-epochs 2 --batch-size 10 "
     "--lr 0.003 --codebook-size 4 --segments 1 --gamma 0 --rounds 2 --later-rounds 1 --iterations 3 "
-    "--device cpu --out run "
+    "--device cpu --precision float32 --out run "
 )
 
 

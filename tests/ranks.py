@@ -1,0 +1,40 @@
+"""What tests/test_ranks.py runs under torchrun: every method for three rounds on the tiny data set."""
+
+import os
+import sys
+
+from conftest import make_tiny
+
+import common.data
+import convex_hull_select
+import entropy_weighting
+import fedavg
+import fediir
+import minimax_select
+import uefl
+from common import run
+
+SMALL = "--width 0.125 --local-epochs 2 --batch-size 8 --precision float32 "
+SKEWED = SMALL + "--model cnn --clients 8 --participating 6 --alpha 1 --rounds 3 "
+TURNED = SMALL + "--rotate 0 90 180 "
+CALLS = {
+    fedavg: SKEWED + "--selection power_of_choice --sample 3",
+    entropy_weighting: SKEWED + "--sample 3",
+    minimax_select: SKEWED + "--sample 3 --churn 0.3",
+    convex_hull_select: SKEWED + "--churn 0.3",
+    fediir: TURNED + "--model convnet --test-domain dark --clients 5 --sample 3 --rounds 3 --no-compare",
+    uefl: TURNED
+    + "--model resblocks --partition domain --lr 0.003 --gamma 0 --codebook-size 4 --segments 1 --rounds 2 "
+    "--later-rounds 1 --iterations 2 --no-compare",
+}
+
+
+def call(method) -> None:
+    sys.argv = [f"{method.__name__}.py", *CALLS[method].split(), "--out", method.__name__]
+    method.main()
+
+
+if __name__ == "__main__":
+    os.chdir(sys.argv[1])
+    common.data.load = lambda name, *args: make_tiny()
+    run.launch(lambda: [call(method) for method in CALLS])
