@@ -143,6 +143,7 @@ class Trainer:
         self.x, self.y, self.device = data.x.to(device), data.y.to(device), device
         self.seed, self.epochs, self.batch_size, self.lr = seed, epochs, batch_size, lr
         self.optimizer, self.momentum, self.precision = optimizer, momentum, precision
+        self.chunk = 1000 if device.type == "cuda" else 250  # samples in a step of evaluation
 
     def batch(self, positions: Tensor) -> Tensor:
         """The samples at these positions as a model takes them: images float32 in -1..1, text int64."""
@@ -222,7 +223,7 @@ class Trainer:
         each = -(-len(samples) // RANKS)  # all ranks the same number; the last ones repeat the last sample
         mine = samples[torch.arange(RANK * each, (RANK + 1) * each).clamp(max=len(samples) - 1)].to(self.device)
         with self.autocast():
-            found = torch.cat([(function or model)(self.batch(p)).float() for p in mine.split(1000)])
+            found = torch.cat([(function or model)(self.batch(p)).float() for p in mine.split(self.chunk)])
         if RANKS == 1:
             return found
         everything = found.new_empty(RANKS * each, *found.shape[1:])
@@ -239,7 +240,7 @@ class Trainer:
         set_weights(model, w)
         model.eval()
         mine = samples.tensor_split(RANKS)[RANK].to(self.device)
-        chunks, counts = (mine.split(1000), 1) if len(mine) else ([samples[:1].to(self.device)], 0)
+        chunks, counts = (mine.split(self.chunk), 1) if len(mine) else ([samples[:1].to(self.device)], 0)
         with self.autocast():
             sums = [function(model, self.batch(p), self.y[p]).float() * len(p) for p in chunks]
         total = torch.stack(sums).sum(0) * counts
