@@ -11,8 +11,9 @@ points' convex hull: what they span covers what clients that never train might s
      3      I_t = Convex Hull(table), by quickhull                       hull_vertices()
      4      for client i in I_t in parallel
      5          w_t^i = LocalSolver(w_t, S_i, eta);  g_t^i = w_t - w_t^i  trainer.local_updates
-     7      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                server.aggregate()
-        the table keeps g_t^i for i in I_t                               state["table"]
+     7      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                server.average()
+        the table keeps g_t^i for i in I_t                               state["table"], and in state["products"]
+                                                                         the inner products: K M P a round
 
 Where the paper is silent, and what it does not say decides much
 1. In which space. M points in general position are all vertices in M - 1 dimensions or more, and quickhull cannot run
@@ -40,31 +41,36 @@ Where the paper is silent, and what it does not say decides much
 """
 
 import torch
-import torch.nn.functional as F
 from scipy.spatial import ConvexHull
 from torch import Tensor
 
 from common import UserError, flags, plots, random_at, run, server, splits, train
 
 
-def principal_components(gradients: Tensor, dim: int, scale: bool = True) -> Tensor:
-    """Gradients [M, P] -> their coordinates along the first components, float64 [M, at most dim], by the Gram matrix.
+def principal_components(products: Tensor, dim: int, scale: bool = True) -> Tensor:
+    """Inner products [M, M] of gradients -> their coordinates along the first components, float64 [M, at most dim].
 
-    scale  rows to unit length first. There are fewer coordinates than dim where the rows span fewer dimensions.
+    scale  gradients to unit length first. There are fewer coordinates than dim where they span fewer dimensions.
     """
-    x = F.normalize(gradients) if scale else gradients
-    length = x.square().sum(1).mean().item()
-    x = x - x.mean(0)
-    gram = sum(part.double() @ part.double().T for part in x.split(100_000, dim=1))
-    values, vectors = torch.linalg.eigh(gram.cpu())
+    gram = products.double()
+    if scale:
+        length = gram.diagonal().sqrt().clamp(min=1e-30)
+        gram = gram / (length[:, None] * length)
+    size = gram.diagonal().mean().item()
+    gram = gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()  # of the rows less their mean
+    values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(0), vectors.flip(1)
-    spanned = int((values > max(1e-10 * values[0].item(), 1e-12 * length)).sum())  # less is rounding
+    spanned = int((values > max(1e-10 * values[0].item(), 1e-7 * size)).sum())  # less is float32's rounding
     return (vectors * values.clamp(min=0).sqrt())[:, : min(dim, spanned)]
 
 
 def hull_vertices(gradients: Tensor, dim: int, scale: bool = True) -> Tensor:
     """Rows of gradients [M, P] that are vertices of the hull in `dim` principal components: ascending, int64."""
-    points = principal_components(gradients, dim, scale)
+    return vertices_of(principal_components(gradients @ gradients.T, dim, scale))
+
+
+def vertices_of(points: Tensor) -> Tensor:
+    """Which of the points [M, dim] are vertices of their convex hull, by quickhull: ascending, int64."""
     if points.shape[1] == 0:
         return torch.tensor([0])
     if points.shape[1] == 1:
@@ -91,36 +97,31 @@ def own_flags(add) -> None:
     add("--hull-dim", type=flags.at_least(1, int, 8), default=3, help="principal components in which the hull is built")
     add("--raw", action="store_true", help="do not scale gradients to unit length first")
     add("--draw", type=flags.at_least(1), metavar="N", help="train N of the vertices (or interior), drawn at random")
-    add("--weighting", choices=["equal", "size", "entropy"], default="equal", help="alpha of line 7")
-    add("--event-threshold", type=flags.at_least(0, float), default=0.0, help="relative change under which no upload")
-    add("--churn", type=flags.at_least(0, float, 0.99), default=0.0, help="probability to be away in a round")
-    add("--trim", type=flags.at_least(0, float, 0.49), default=0.0, help="share cut at both ends: the trimmed mean")
+    server.table_flags(add)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = flags.parse(__doc__, SETTINGS, own_flags, argv)
     data, clients, model, trainer = flags.prepare(args)
     everyone, weights = clients.participating, server.base_weights(args.weighting, data, clients)
+    w = train.get_weights(model)
+    table = server.empty_table(len(everyone), w, args)
     log = run.Run(args, ["vertices", "uploads"], trainer.device)
     plots.partition(log.folder / "partition.png", data, clients)
-    w, m = train.get_weights(model), len(everyone)
-    state = log.state or {
-        "round": 0, "w": w, "table": torch.zeros(m, len(w), device=trainer.device), "seen": [False] * m, "uploads": 0,
-        "frames": {},
-    }  # fmt: skip
+    state = log.state or {"round": 0, "w": w, "frames": {}, **table}
 
     for t in log.rounds(state, args.rounds):  # line 2
-        here = server.present(torch.arange(m), args.churn, random_at(args.seed, "churn", t))
-        newcomers = [i for i in here.tolist() if not state["seen"][i]]
-        if newcomers:  # line 1
+        here = server.present(torch.arange(len(everyone)), args.churn, random_at(args.seed, "churn", t))
+        newcomers = torch.tensor([i for i in here.tolist() if not state["seen"][i]], dtype=torch.long)
+        if len(newcomers):  # line 1
             with log.besides(f"{len(newcomers)} clients enter the table", len(newcomers) / args.sample) as tick:
-                state["table"][newcomers], losses = trainer.local_updates(
+                updates, losses = trainer.local_updates(
                     model, state["w"], everyone[newcomers].tolist(), clients.train, 0, progress=tick
                 )
             log.check(losses, t)
-            state["seen"] = [old or i in newcomers for i, old in enumerate(state["seen"])]
-            state["uploads"] += len(newcomers)
-        vertices = hull_vertices(state["table"][here], args.hull_dim, not args.raw)  # line 3
+            server.enter(state, newcomers, updates, args.seed)
+        products = state["products"][here][:, here]
+        vertices = vertices_of(principal_components(products, args.hull_dim, not args.raw))  # line 3
         rng = random_at(args.seed, "select", t)
         if args.selection == "hull":
             among, count = vertices, args.draw or len(vertices)
@@ -131,17 +132,14 @@ def main(argv: list[str] | None = None) -> None:
                 raise UserError(f"round {t}: no client lies inside the hull; lower --hull-dim")
         chosen = here[splits.draw(among, min(count, len(among)), rng)]
         if t in (1, args.rounds):  # the picture's two frames
-            plane = principal_components(state["table"][here], 2, not args.raw)
+            plane = principal_components(products, 2, not args.raw)
             state["frames"][t] = {"points": plane, "selected": torch.isin(here, chosen)}
         selected = everyone[chosen]
         updates, losses = trainer.local_updates(
             model, state["w"], selected.tolist(), clients.train, t, progress=log.tick
         )  # lines 4-6
-        moved = server.has_moved(updates, state["table"][chosen], args.event_threshold)
-        state["table"][chosen[moved]] = updates[moved]
-        state["uploads"] += int(moved.sum())
         alpha = weights[selected] / weights[selected].sum()
-        state["w"] = state["w"] - server.aggregate(state["table"][chosen], alpha, args.trim)  # line 7
+        state["w"] = state["w"] - server.average(state, chosen, updates, alpha, args)  # line 7
         accuracies = run.id_and_ood(trainer, model, state["w"], clients)
         log.log(t, losses.mean(), selected, vertices=len(vertices), uploads=state["uploads"], **accuracies)
 

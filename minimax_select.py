@@ -13,8 +13,9 @@ neighbour among the others, by cosine similarity, is farthest away.
                 the K clients of the smallest S*_i         (16)
      4      for client i in I_t in parallel
      5          w_t^i = LocalSolver(w_t, S_i, eta);  g_t^i = w_t - w_t^i  trainer.local_updates
-     7      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                server.aggregate()
-        the table keeps g_t^i for i in I_t                               state["table"], update_similarity()
+     7      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                server.average()
+        the table keeps g_t^i for i in I_t                               state["table"], and in state["products"]
+                                                                         the inner products: K M P a round
 
 Where the paper is silent or unclear
 1. K: Algorithm 1's loop, `while |I| <= K`, ends with K + 1 clients; equation 16 has K, and so has this.
@@ -38,7 +39,6 @@ Where the paper is silent or unclear
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from common import UserError, flags, plots, random_at, run, server, train
@@ -63,13 +63,6 @@ def maxsim_select(similarity: Tensor, k: int) -> Tensor:
     return nearest(similarity).sort(descending=True, stable=True).indices[:k].sort().values
 
 
-def update_similarity(similarity: Tensor, gradients: Tensor, changed: Tensor) -> None:
-    """Brings the cosines [M, M] between gradients [M, P] up to date after the rows `changed` [K]: K M P products."""
-    cosines = F.normalize(gradients[changed]) @ F.normalize(gradients).T
-    similarity[changed] = cosines
-    similarity[:, changed] = cosines.T
-
-
 # Section V, table 1: 100 clients of which 40 participate, 5 local epochs, batches of 128, and alpha. The rest is ours:
 # 10 selected a round, 200 rounds, the learning rate (the paper tunes it over 0.1, 0.01 and 0.001 and does not say which
 # won), glyphs, and alpha on data sets that the paper does not use.
@@ -86,10 +79,7 @@ SETTINGS = {
 
 def own_flags(add) -> None:
     add("--selection", choices=["minimax", "maxsim"], default="minimax", help="line 3, or its opposite")
-    add("--weighting", choices=["equal", "size", "entropy"], default="equal", help="alpha of line 7")
-    add("--event-threshold", type=flags.at_least(0, float), default=0.0, help="relative change under which no upload")
-    add("--churn", type=flags.at_least(0, float, 0.99), default=0.0, help="probability to be away in a round")
-    add("--trim", type=flags.at_least(0, float, 0.49), default=0.0, help="share cut at both ends: the trimmed mean")
+    server.table_flags(add)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -98,23 +88,14 @@ def main(argv: list[str] | None = None) -> None:
     if args.trim and int(args.trim * args.sample) == 0:
         raise UserError(f"--trim {args.trim} of {args.sample} clients cuts nobody: raise --trim or --sample")
     everyone, weights = clients.participating, server.base_weights(args.weighting, data, clients)
+    w = train.get_weights(model)
+    table = server.empty_table(len(everyone), w, args)
     log = run.Run(args, ["uploads"], trainer.device)
     plots.partition(log.folder / "partition.png", data, clients)
-    w = train.get_weights(model)
-    m, device = len(everyone), trainer.device
-    state = log.state or {
-        "round": 0, "w": w, "table": torch.zeros(m, len(w), device=device), "uploads": 0,
-        "similarity": torch.zeros(m, m, device=device), "seen": [False] * m,
-    }  # fmt: skip
+    state = log.state or {"round": 0, "w": w, **table}
     select = minimax_select if args.selection == "minimax" else maxsim_select
-
-    def upload(rows: Tensor, updates: Tensor) -> None:
-        state["table"][rows] = updates
-        update_similarity(state["similarity"], state["table"], rows)
-        state["uploads"] += len(rows)
-
     for t in log.rounds(state, args.rounds):  # line 2
-        here = server.present(torch.arange(m), args.churn, random_at(args.seed, "churn", t))
+        here = server.present(torch.arange(len(everyone)), args.churn, random_at(args.seed, "churn", t))
         newcomers = torch.tensor([i for i in here.tolist() if not state["seen"][i]], dtype=torch.long)
         if len(newcomers):  # line 1
             with log.besides(f"{len(newcomers)} clients enter the table", len(newcomers) / args.sample) as tick:
@@ -122,24 +103,21 @@ def main(argv: list[str] | None = None) -> None:
                     model, state["w"], everyone[newcomers].tolist(), clients.train, 0, progress=tick
                 )
             log.check(losses, t)
-            upload(newcomers, updates)
-            state["seen"] = [old or i in newcomers for i, old in enumerate(state["seen"])]
-        chosen = here[select(state["similarity"][here][:, here], args.sample).cpu()]  # line 3
+            server.enter(state, newcomers, updates, args.seed)
+        chosen = here[select(server.cosines(state["products"][here][:, here]), args.sample)]  # line 3
         selected = everyone[chosen]
         updates, losses = trainer.local_updates(
             model, state["w"], selected.tolist(), clients.train, t, progress=log.tick
         )  # lines 4-6
-        moved = server.has_moved(updates, state["table"][chosen], args.event_threshold)
-        upload(chosen[moved], updates[moved])
         alpha = weights[selected] / weights[selected].sum()
-        state["w"] = state["w"] - server.aggregate(state["table"][chosen], alpha, args.trim)  # line 7
+        state["w"] = state["w"] - server.average(state, chosen, updates, alpha, args)  # line 7
         accuracies = run.id_and_ood(trainer, model, state["w"], clients)
         log.log(t, losses.mean(), selected, uploads=state["uploads"], **accuracies)
 
     log.finish(state, model, state["w"])
     plots.accuracy_curves(log.folder / "curves.png", {args.selection: log.rows})
     selections = [[everyone.tolist().index(int(k)) for k in row["selected"].split()] for row in log.rows]
-    plots.similarity(log.folder / "similarity.png", state["similarity"], selections, everyone)
+    plots.similarity(log.folder / "similarity.png", server.cosines(state["products"]), selections, everyone)
     log.report(f"minimax_select on {data.name}, {args.selection}; {state['uploads']} uploads")
 
 

@@ -1,9 +1,14 @@
-"""What a server does with uploads, whichever clients it has selected: weights, averages, and who is away."""
+"""What a server does with uploads, whichever clients it has selected: weights, averages, a table, and who is away.
+
+The table of the clients' latest updates [M, P] is what a server's memory goes to (8.4 MB a client for the `cnn`, in
+float32). Half of that with --table-dtype bfloat16; --sketch N keeps N numbers a client instead of P.
+"""
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from common import UserError, flags, random_at
 from common.data import Dataset
 from common.splits import Clients, label_counts
 
@@ -33,12 +38,79 @@ def aggregate(updates: Tensor, alpha: Tensor, trim: float) -> Tensor:
     return trimmed_mean(updates, trim) if trim else alpha.to(updates) @ updates
 
 
-def has_moved(updates: Tensor, old: Tensor, threshold: float) -> Tensor:
-    """Event-triggered upload: whose update [K, P] differs from its old one by at least this share of that one's norm.
+def table_flags(add) -> None:
+    """The flags of a server that keeps a table."""
+    add("--weighting", choices=["equal", "size", "entropy"], default="equal", help="alpha of line 7")
+    add("--event-threshold", type=flags.at_least(0, float), default=0.0, help="relative change under which no upload")
+    add("--churn", type=flags.at_least(0, float, 0.99), default=0.0, help="probability to be away in a round")
+    add("--trim", type=flags.at_least(0, float, 0.49), default=0.0, help="share cut at both ends: the trimmed mean")
+    add("--table-dtype", choices=["float32", "bfloat16"], default="float32", help="of the table of latest gradients")
+    add("--sketch", type=flags.at_least(0), default=0, metavar="N", help="keep N random sums of each; 0: all of it")
 
-    bool [K], on the CPU.
+
+def empty_table(m: int, w: Tensor, args) -> dict:
+    """What a server that has seen none of m clients remembers of them; args as table_flags() gives them.
+
+    table [M, P or sketch] latest updates, products [M, M] of its rows, seen, uploads (their number). Raises UserError
+    where the flags do not fit.
     """
-    return ((updates - old).norm(dim=1) >= threshold * old.norm(dim=1)).cpu()
+    if args.sketch and args.event_threshold:
+        raise UserError("--event-threshold averages old gradients, which a --sketch does not keep: choose one of them")
+    return {
+        "table": torch.zeros(m, args.sketch or len(w), dtype=getattr(torch, args.table_dtype), device=w.device),
+        "products": torch.zeros(m, m, dtype=torch.float64), "seen": [False] * m, "uploads": 0,
+    }  # fmt: skip
+
+
+def enter(state: dict, rows: Tensor, updates: Tensor, seed: int) -> None:
+    """The clients of these rows [K] upload their updates [K, P] into an empty_table()."""
+    kept = updates if updates.shape[1] == state["table"].shape[1] else sketch(updates, state["table"].shape[1], seed)
+    state["table"][rows] = kept.to(state["table"].dtype)
+    update_products(state["products"], state["table"], rows)
+    state["seen"] = [seen or i in set(rows.tolist()) for i, seen in enumerate(state["seen"])]
+    state["uploads"] += len(rows)
+
+
+def update_products(products: Tensor, table: Tensor, changed: Tensor) -> None:
+    """Brings the inner products [M, M] of the table's rows [M, P] up to date after `changed` [K]: K M P of them."""
+    new = torch.zeros(len(changed), len(table), dtype=torch.float64, device=table.device)
+    for part in table.split(2**14, dim=1):  # in bfloat16 a part's sums are rounded, but not the sum over parts
+        new += part[changed] @ part.T
+    products[changed] = new.to(products)
+    products[:, changed] = new.T.to(products)
+
+
+def cosines(products: Tensor) -> Tensor:
+    """Inner products [M, M] -> cosine similarities; 0 to a row of zeros."""
+    length = products.diagonal().sqrt()
+    return products / (length[:, None] * length).clamp(min=1e-30)
+
+
+def sketch(updates: Tensor, size: int, seed: int) -> Tensor:
+    """[K, P] -> [K, size], which keeps inner products up to about 1 / sqrt(size) of the norms (Charikar et al. 2002).
+
+    Each of the P coordinates is added to, or subtracted from, one of `size` sums, drawn at random.
+    """
+    rng = random_at(seed, "sketch")
+    into = torch.from_numpy(rng.integers(size, size=updates.shape[1]))
+    sign = torch.from_numpy(rng.integers(2, size=updates.shape[1], dtype=np.int8)) * 2 - 1
+    return updates.new_zeros(len(updates), size).index_add_(1, into.to(updates.device), updates * sign.to(updates))
+
+
+def average(state: dict, rows: Tensor, updates: Tensor, alpha: Tensor, args) -> Tensor:
+    """Who of the selected rows [K] has moved uploads its update [K, P]; returns the average [P] of what is known now.
+
+    Event-triggered upload: without a move of at least args.event_threshold, relative to the norm of its old update, a
+    client uploads nothing, and the old one counts.
+    """
+    if args.event_threshold:
+        old = state["table"][rows].to(updates)
+        moved = (updates - old).norm(dim=1) >= args.event_threshold * old.norm(dim=1)
+        updates = torch.where(moved[:, None], updates, old)
+        enter(state, rows[moved.cpu()], updates[moved], args.seed)
+    else:
+        enter(state, rows, updates, args.seed)
+    return aggregate(updates, alpha, args.trim)
 
 
 def present(participating: Tensor, churn: float, rng: np.random.Generator) -> Tensor:

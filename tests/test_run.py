@@ -196,3 +196,22 @@ def test_uefls_pieces_run_alone():
     loss.backward()
     assert output.shape == (5, 9, 4) and 1 <= perplexity(index, 16) <= 16
     assert uncertain(entropy(torch.rand(3, 5, 10).softmax(2)), 0.1).shape == (5,)
+
+
+def test_the_pieces_of_wu_et_al_run_alone():
+    (weights,) = copied("entropy_weighting.py", "entropy_weights", "label_entropy")[:1]
+    assert weights(torch.tensor([[2.0, 2.0], [5.0, 5.0]])).tolist() == [0.5, 0.5]
+    (select,) = copied("minimax_select.py", "minimax_select", "nearest")[:1]
+    assert select(torch.tensor([[1.0, 0.9, 0.1], [0.9, 1.0, 0.2], [0.1, 0.2, 1.0]]), 1).tolist() == [2]
+    (vertices,) = copied("convex_hull_select.py", "hull_vertices", "principal_components", "vertices_of")[:1]
+    square = torch.tensor([[0.0, 0, 0], [2, 0, 0], [1, 1, 0], [0, 2, 0], [2, 2, 0]])
+    assert vertices(square, 2, scale=False).tolist() == [0, 1, 3, 4]
+
+
+def test_fediirs_pieces_run_alone():
+    (loss, gradient) = copied("fediir.py", "fediir_loss", "classifier_gradient")
+    model = torch.nn.Module()
+    model.features, model.classifier = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+    x, y = torch.randn(5, 3), torch.randint(2, (5,))
+    g, risk = gradient(model, x, y)
+    assert loss(model, x, y, g, 1.0).item() == pytest.approx(risk.item())

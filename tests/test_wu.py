@@ -1,5 +1,6 @@
 """The three methods of Wu et al.: entropy weighting, minimax selection, convex-hull selection."""
 
+import argparse
 import math
 from itertools import combinations
 
@@ -21,7 +22,7 @@ from common.splits import deal, label_counts
 from common.train import get_weights
 from convex_hull_select import hull_vertices, principal_components
 from entropy_weighting import entropy_weights, label_entropy, total_variation_loss
-from minimax_select import maxsim_select, nearest, update_similarity
+from minimax_select import maxsim_select, nearest
 from minimax_select import minimax_select as minimax
 
 CUT = (
@@ -139,15 +140,43 @@ def test_ties_go_to_the_smaller_id():
 
 def test_similarities_stay_true_under_updates_of_a_few_rows_and_cost_their_products_only(rng):
     table = torch.from_numpy(rng.standard_normal((12, 300))).float()
-    s = torch.zeros(12, 12)
-    update_similarity(s, table, torch.arange(12))
+    products = torch.zeros(12, 12, dtype=torch.float64)
+    server.update_products(products, table, torch.arange(12))
     for _ in range(50):
         changed = torch.from_numpy(rng.permutation(12)[:3])
         table[changed] = torch.from_numpy(rng.standard_normal((3, 300))).float()
         with FlopCounterMode(display=False) as counter:
-            update_similarity(s, table, changed)
+            server.update_products(products, table, changed)
         assert counter.get_total_flops() == 2 * 3 * 12 * 300
-    assert torch.allclose(s, cosines(table), atol=1e-6)
+    assert torch.allclose(server.cosines(products).float(), cosines(table), atol=1e-6)
+
+
+def test_a_client_without_a_gradient_is_similar_to_nobody():
+    gradients = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
+    assert server.cosines(gradients @ gradients.T).tolist() == [[0, 0], [0, 1]]
+
+
+@pytest.mark.parametrize(("dtype", "size", "error"), [("bfloat16", 0, 2**-8), ("float32", 4096, 4 / 64)])
+def test_a_smaller_table_keeps_the_cosines(dtype, size, error, rng):
+    common_part = rng.standard_normal(20_000)
+    updates = torch.from_numpy(common_part + rng.standard_normal((6, 20_000))).float()
+    args = argparse.Namespace(sketch=size, event_threshold=0, table_dtype=dtype)
+    state = server.empty_table(6, updates[0], args)
+    server.enter(state, torch.arange(6), updates, seed=0)
+    assert state["table"].shape == (6, size or 20_000) and state["table"].dtype == getattr(torch, dtype)
+    found, expected = server.cosines(state["products"]), cosines(updates)
+    assert (found - expected).abs().max() < error, "the rounding of bfloat16; 4 standard deviations of a sketch"
+    assert expected[0, 1] > 0.4
+
+
+@pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
+def test_a_run_with_a_smaller_table(start, method):
+    for flags, dtype, width in (("--table-dtype bfloat16", torch.bfloat16, None), ("--sketch 64", torch.float32, 64)):
+        folder = start(method, f"{CUT} {flags} --out {width}") / str(width)
+        state = torch.load(folder / "checkpoint.pt")
+        assert state["table"].dtype == dtype and state["table"].shape == (6, width or len(state["w"]))
+    with pytest.raises(UserError, match="choose one of them"):
+        start(method, CUT + "--sketch 8 --event-threshold 0.1 --out x")
 
 
 def test_a_client_that_hardly_moved_uploads_nothing(start):
@@ -162,7 +191,7 @@ def test_a_client_that_hardly_moved_uploads_nothing(start):
 def test_minimax_selects_by_the_table_of_latest_gradients(start):
     folder = start(minimax_select, CUT + "--out run") / "run"
     state = torch.load(folder / "checkpoint.pt")
-    assert torch.allclose(state["similarity"], cosines(state["table"]), atol=1e-5)
+    assert torch.allclose(server.cosines(state["products"]).float(), cosines(state["table"]), atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------- convex-hull selection
@@ -179,16 +208,16 @@ def is_vertex(points, i):
 @pytest.mark.parametrize("scale", [True, False])
 def test_vertices_are_those_of_the_linear_program(dim, scale, rng):
     gradients = torch.from_numpy(rng.standard_normal((25, 40))).float()
-    points = principal_components(gradients, dim, scale).numpy()
+    points = principal_components(gradients @ gradients.T, dim, scale).numpy()
     assert hull_vertices(gradients, dim, scale).tolist() == [i for i in range(25) if is_vertex(points, i)]
 
 
 def test_components_keep_the_distances_of_points_that_span_no_more():
     torch.manual_seed(0)
-    flat = torch.randn(8, 2) @ torch.randn(2, 30)
-    points = principal_components(flat, 5, scale=False)
+    flat = torch.randn(8, 2).double() @ torch.randn(2, 30).double()
+    points = principal_components(flat @ flat.T, 5, scale=False)
     assert points.shape == (8, 2)
-    assert torch.allclose(torch.cdist(points, points), torch.cdist(flat, flat).double(), atol=1e-4)
+    assert torch.allclose(torch.cdist(points, points), torch.cdist(flat, flat), atol=1e-4)
 
 
 def test_in_full_dimension_everybody_is_a_vertex(rng):
