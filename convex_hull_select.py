@@ -100,13 +100,19 @@ def own_flags(add) -> None:
     server.table_flags(add)
 
 
+def pointless(args) -> dict:
+    return {**server.pointless(args), "sample": "the hull says how many are selected; --draw takes fewer"}
+
+
 def main(argv: list[str] | None = None) -> None:
-    args = flags.parse(__doc__, SETTINGS, own_flags, argv)
+    args = flags.parse(__doc__, SETTINGS, own_flags, argv, pointless)
     data, clients, model, trainer = flags.prepare(args)
+    if (args.draw or 1) > len(clients.participating):
+        raise UserError(f"--draw {args.draw}: only {len(clients.participating)} clients participate")
     everyone, weights = clients.participating, server.base_weights(args.weighting, data, clients)
     w = train.get_weights(model)
     table = server.empty_table(len(everyone), w, args)
-    log = run.Run(args, ["vertices", "uploads"], trainer.device)
+    log = run.Run(args, ["vertices", "uploads"], trainer)
     plots.partition(log.folder / "partition.png", data, clients)
     state = log.state or {"round": 0, "w": w, "frames": {}, **table}
 
@@ -115,12 +121,12 @@ def main(argv: list[str] | None = None) -> None:
         newcomers = torch.tensor([i for i in here.tolist() if not state["seen"][i]], dtype=torch.long)
         if len(newcomers):  # line 1
             with log.besides(f"{len(newcomers)} clients enter the table", len(newcomers) / args.sample) as tick:
-                updates, losses = trainer.local_updates(
-                    model, state["w"], everyone[newcomers].tolist(), clients.train, 0, progress=tick
+                joined, updates, _ = trainer.local_updates(
+                    model, state["w"], everyone[newcomers], clients.train, 0, progress=tick, needed=0
                 )
-            log.check(losses, t)
-            server.enter(state, newcomers, updates, args.seed)
-        products = state["products"][here][:, here]
+            server.enter(state, torch.searchsorted(everyone, joined), updates, args.seed)
+        here = server.known(state, here)
+        products = state["products"][here][:, here].cpu()
         vertices = vertices_of(principal_components(products, args.hull_dim, not args.raw))  # line 3
         rng = random_at(args.seed, "select", t)
         if args.selection == "hull":
@@ -134,12 +140,12 @@ def main(argv: list[str] | None = None) -> None:
         if t in (1, args.rounds):  # the picture's two frames
             plane = principal_components(products, 2, not args.raw)
             state["frames"][t] = {"points": plane, "selected": torch.isin(here, chosen)}
-        selected = everyone[chosen]
-        updates, losses = trainer.local_updates(
-            model, state["w"], selected.tolist(), clients.train, t, progress=log.tick
+        selected, updates, losses = trainer.local_updates(
+            model, state["w"], everyone[chosen], clients.train, t, progress=log.tick
         )  # lines 4-6
         alpha = weights[selected] / weights[selected].sum()
-        state["w"] = state["w"] - server.average(state, chosen, updates, alpha, args)  # line 7
+        rows = torch.searchsorted(everyone, selected)
+        state["w"] = state["w"] - server.average(state, rows, updates, alpha, args)  # line 7
         accuracies = run.id_and_ood(trainer, model, state["w"], clients)
         log.log(t, losses.mean(), selected, vertices=len(vertices), uploads=state["uploads"], **accuracies)
 

@@ -104,19 +104,19 @@ def main(argv: list[str] | None = None) -> None:
         "equal": torch.ones(len(counts)),
     }  # fmt: skip
 
-    log = run.Run(args, ["objective"], trainer.device)
+    log = run.Run(args, ["objective"], trainer)
     plots.partition(log.folder / "partition.png", data, clients)
     shown = {name: alphas[name][participating] / alphas[name][participating].sum() for name in alphas}
     plots.label_weights(log.folder / "weights.png", counts[participating], entropies[participating], shown)
     state = log.state or {"round": 0, "w": train.get_weights(model)}
     for t in log.rounds(state, args.rounds):
         selected = splits.draw(participating, args.sample, random_at(args.seed, "select", t))
-        alpha = alphas[args.weighting][selected] / alphas[args.weighting][selected].sum()  # equation 14
         start = train.unflatten(model, state["w"])
         loss = partial(total_variation_loss, start=start, weight=args.tv) if args.tv else train.cross_entropy
-        updates, losses = trainer.local_updates(
-            model, state["w"], selected.tolist(), clients.train, t, loss, progress=log.tick
+        selected, updates, losses = trainer.local_updates(
+            model, state["w"], selected, clients.train, t, loss, progress=log.tick
         )
+        alpha = alphas[args.weighting][selected] / alphas[args.weighting][selected].sum()  # equation 14
         state["w"] = state["w"] - alpha.to(trainer.device) @ updates
         objective = (alpha * entropies[selected]).sum().item()  # equation 13
         accuracies = run.id_and_ood(trainer, model, state["w"], clients)

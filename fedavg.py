@@ -70,10 +70,14 @@ def own_flags(add) -> None:
     add("--server-lr", type=flags.positive, default=1.0, help="eta_g, the server's step size")
 
 
+def pointless(args) -> dict:
+    return {"sample": args.selection == "full" and "--selection full takes everybody"}
+
+
 def main(argv: list[str] | None = None) -> None:
-    args = flags.parse(__doc__, SETTINGS, own_flags, argv)
+    args = flags.parse(__doc__, SETTINGS, own_flags, argv, pointless)
     data, clients, model, trainer = flags.prepare(args)
-    log = run.Run(args, [], trainer.device)
+    log = run.Run(args, [], trainer)
     plots.partition(log.folder / "partition.png", data, clients)
     state = log.state or {"round": 0, "w": train.get_weights(model)}  # line 1
 
@@ -85,8 +89,8 @@ def main(argv: list[str] | None = None) -> None:
             selected = select_power_of_choice(clients.participating, losses.cpu(), args.sample)
         else:
             selected = clients.participating
-        updates, losses = trainer.local_updates(
-            model, state["w"], selected.tolist(), clients.train, t, progress=log.tick
+        selected, updates, losses = trainer.local_updates(
+            model, state["w"], selected, clients.train, t, progress=log.tick
         )  # lines 4-8
         alpha = aggregation_weights(clients.sizes[selected], args.weighting).to(trainer.device)
         state["w"] = state["w"] - args.server_lr * alpha @ updates  # line 9

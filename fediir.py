@@ -59,7 +59,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import UserError, data, flags, plots, random_at, run, splits, train
+from common import UserError, flags, plots, random_at, run, splits, train
 from common.splits import Clients
 
 
@@ -123,11 +123,11 @@ def federate(args, trainer: train.Trainer, model: nn.Module, w: Tensor, clients:
         "round": 0, "w": w, "g": torch.zeros(size, device=trainer.device), "best_w": w, "chosen": {"id_accuracy": -1.0},
     }  # line 1  # fmt: skip
     for t in log.rounds(state, args.rounds):  # line 2
-        selected = splits.draw(clients.participating, args.sample, random_at(args.seed, "select", t)).tolist()  # line 3
+        selected = splits.draw(clients.participating, args.sample, random_at(args.seed, "select", t))  # line 3
         gradients, risks = client_gradients(trainer, model, state["w"], [clients.train[k] for k in selected])
         mean = gradients.mean(0)  # line 4
         state["g"] = moving_average(state["g"], mean, args.ema)
-        updates, losses = trainer.local_updates(
+        selected, updates, losses = trainer.local_updates(
             model, state["w"], selected, clients.train, t,
             partial(fediir_loss, global_gradient=state["g"], gamma=args.gamma), progress=log.tick,
         )  # lines 5-14  # fmt: skip
@@ -169,6 +169,10 @@ def own_flags(add) -> None:
     add("--compare", action=argparse.BooleanOptionalAction, default=True, help="train FedAvg on the same clients, too")
 
 
+def pointless(args) -> dict:
+    return {"compare": args.gamma == 0 and "--gamma 0 is FedAvg", "ema": args.gamma == 0 and "--gamma 0 is FedAvg"}
+
+
 def leave_out(args, domain: str, folder: Path) -> list[list]:
     """FedIIR, and FedAvg beside it, on the clients of all domains but this one. Returns the rows of the final table."""
     args = argparse.Namespace(**{**vars(args), "test_domain": domain})
@@ -179,7 +183,7 @@ def leave_out(args, domain: str, folder: Path) -> list[list]:
     logs, rows = {}, []
     for name, gamma, where in runs if args.compare and args.gamma else runs[:1]:
         args.gamma = gamma
-        log = run.Run(args, COLUMNS, trainer.device, where)
+        log = run.Run(args, COLUMNS, trainer, where)
         if name == "FedIIR":
             plots.partition(folder / "partition.png", dataset, clients)
         state = federate(args, trainer, model, start, clients, log)
@@ -192,11 +196,11 @@ def leave_out(args, domain: str, folder: Path) -> list[list]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = flags.parse(__doc__, SETTINGS, own_flags, argv)
+    args = flags.parse(__doc__, SETTINGS, own_flags, argv, pointless)
     if args.test_domain is None:
         raise UserError("--test-domain is missing: name the domain to leave out, or all for each in turn")
     if args.test_domain == "all":
-        domains = data.load(args.dataset, args.data_dir, args.image_size, args.rotate or (), args.seed).domains
+        domains = flags.load(args).domains
         if not domains:
             raise UserError(f"--test-domain all: {args.dataset} has no domains; make some with --rotate")
         folder = run.open_folder(args)

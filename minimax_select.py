@@ -83,14 +83,14 @@ def own_flags(add) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = flags.parse(__doc__, SETTINGS, own_flags, argv)
+    args = flags.parse(__doc__, SETTINGS, own_flags, argv, server.pointless)
     data, clients, model, trainer = flags.prepare(args)
     if args.trim and int(args.trim * args.sample) == 0:
         raise UserError(f"--trim {args.trim} of {args.sample} clients cuts nobody: raise --trim or --sample")
     everyone, weights = clients.participating, server.base_weights(args.weighting, data, clients)
     w = train.get_weights(model)
     table = server.empty_table(len(everyone), w, args)
-    log = run.Run(args, ["uploads"], trainer.device)
+    log = run.Run(args, ["uploads"], trainer)
     plots.partition(log.folder / "partition.png", data, clients)
     state = log.state or {"round": 0, "w": w, **table}
     select = minimax_select if args.selection == "minimax" else maxsim_select
@@ -99,18 +99,19 @@ def main(argv: list[str] | None = None) -> None:
         newcomers = torch.tensor([i for i in here.tolist() if not state["seen"][i]], dtype=torch.long)
         if len(newcomers):  # line 1
             with log.besides(f"{len(newcomers)} clients enter the table", len(newcomers) / args.sample) as tick:
-                updates, losses = trainer.local_updates(
-                    model, state["w"], everyone[newcomers].tolist(), clients.train, 0, progress=tick
+                joined, updates, _ = trainer.local_updates(
+                    model, state["w"], everyone[newcomers], clients.train, 0, progress=tick, needed=0
                 )
-            log.check(losses, t)
-            server.enter(state, newcomers, updates, args.seed)
-        chosen = here[select(server.cosines(state["products"][here][:, here]), args.sample)]  # line 3
-        selected = everyone[chosen]
-        updates, losses = trainer.local_updates(
-            model, state["w"], selected.tolist(), clients.train, t, progress=log.tick
+            server.enter(state, torch.searchsorted(everyone, joined), updates, args.seed)
+        here = server.known(state, here)
+        similarity = server.cosines(state["products"][here][:, here].cpu())
+        chosen = here[select(similarity, args.sample)]  # line 3
+        selected, updates, losses = trainer.local_updates(
+            model, state["w"], everyone[chosen], clients.train, t, progress=log.tick
         )  # lines 4-6
         alpha = weights[selected] / weights[selected].sum()
-        state["w"] = state["w"] - server.average(state, chosen, updates, alpha, args)  # line 7
+        rows = torch.searchsorted(everyone, selected)
+        state["w"] = state["w"] - server.average(state, rows, updates, alpha, args)  # line 7
         accuracies = run.id_and_ood(trainer, model, state["w"], clients)
         log.log(t, losses.mean(), selected, uploads=state["uploads"], **accuracies)
 

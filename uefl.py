@@ -274,18 +274,18 @@ def federate(args, trainer: train.Trainer, model: UEFL, w: list[Tensor], clients
         until, most = (args.rounds + i * args.later_rounds for i in (iteration, iterations - 1))  # line 23
         for t in log.rounds(state, until, most):  # line 5
             selected = splits.draw(everyone, args.sample, random_at(args.seed, "select", t))
-            sizes, allowed = clients.sizes[selected].to(device), state["allowed"][selected]
             for m, of_member in enumerate(state["w"]):
-                updates, losses = trainer.local_updates(
-                    model, of_member, selected.tolist(), clients.train, t, uefl_loss,
+                back, updates, losses = trainer.local_updates(
+                    model, of_member, selected, clients.train, t, uefl_loss,
                     per_client=lambda model, k: model.codebook.use(state["allowed"][k]),
                     progress=lambda share: log.tick(share / len(state["w"])),
                 )  # lines 6-19  # fmt: skip
-                state["w"][m] = average(model, of_member, updates, sizes, allowed)  # line 20
+                sizes = clients.sizes[back].to(device)
+                state["w"][m] = average(model, of_member, updates, sizes, state["allowed"][back])  # line 20
             state["round"] = t
             found = assess(args, trainer, model, state, clients)
             state["uncertainties"] = torch.tensor(found["uncertainties"])  # line 22
-            log.log(t, losses @ sizes / sizes.sum(), selected, **found)
+            log.log(t, losses @ sizes / sizes.sum(), back, **found)
         if not uncertain(state["uncertainties"], args.gamma, args.reference).any():  # line 24
             break
     log.finish(state, model, state["w"][-1])
@@ -330,20 +330,30 @@ def own_flags(add) -> None:
     add("--compare", action=argparse.BooleanOptionalAction, default=True, help="train FedAvg for as many rounds, too")
 
 
+def pointless(args) -> dict:
+    plain, once = args.codebook_size == 0, args.iterations == 1
+    of_codebook = plain and "there is no codebook"
+    return {
+        **dict.fromkeys(["segments", "init", "commitment", "beta", "no-token-norm", "unseen-codewords"], of_codebook),
+        "later-rounds": (plain or once) and "there is one iteration",
+        "passes": args.ensemble > 1 and "--ensemble takes a pass a member",
+    }
+
+
 def main(argv: list[str] | None = None) -> None:
-    args = flags.parse(__doc__, SETTINGS, own_flags, argv)
+    args = flags.parse(__doc__, SETTINGS, own_flags, argv, pointless)
     data, clients, base, trainer = flags.prepare(args, dropout=args.dropout)
     if args.ensemble == 1 and not any(isinstance(layer, nn.Dropout) for layer in base.classifier):
         raise UserError(f"--model {args.model} has no dropout, without which all passes agree: choose another model")
     more = [flags.initial_model(args, data, trainer.device, m, dropout=args.dropout) for m in range(1, args.ensemble)]
     model, w = build(args, trainer, [base, *more], clients.train[0])  # line 2
-    log = run.Run(args, COLUMNS, trainer.device)
+    log = run.Run(args, COLUMNS, trainer)
     plots.partition(log.folder / "partition.png", data, clients)
     state = federate(args, trainer, model, w, clients, log)
     runs = {"UEFL" if args.codebook_size else "FedAvg": log}
     if args.codebook_size and args.compare:
         plain = argparse.Namespace(**{**vars(args), "codebook_size": 0, "rounds": state["round"]})
-        runs["FedAvg"] = run.Run(plain, COLUMNS, trainer.device, log.folder / "fedavg")
+        runs["FedAvg"] = run.Run(plain, COLUMNS, trainer, log.folder / "fedavg")
         federate(plain, trainer, *build(plain, trainer, [base, *more], clients.train[0]), clients, runs["FedAvg"])
 
     names = [clients.names[k] for k in clients.participating]

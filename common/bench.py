@@ -109,7 +109,7 @@ def group(
                 data, device, seed=0, epochs=epochs, batch_size=batch, lr=0.01, precision=precision
             )  # fmt: skip
             call = partial(
-                trainer.local_updates, ours, train.get_weights(ours), range(len(clients)), clients, 1, loss_fn
+                trainer.local_updates, ours, train.get_weights(ours), torch.arange(len(clients)), clients, 1, loss_fn
             )
             where = f", {train.RANKS} ranks" if together else ""
             rows.append(Row(f"{name}: here, {precision}{where}", work, call, together))
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
         trainer = train.Trainer(data, device, seed=0, epochs=1, batch_size=64, lr=0.01, precision=precision)
         evaluate = partial(trainer.evaluate, cnn, train.get_weights(cnn), [data.train[:10_000]])
         groups[0].append(Row(f"evaluation of 10,000, {precision}", 10_000, evaluate))
-        step = partial(trainer.local_updates, convnet, train.get_weights(convnet), range(4), first, 1)
+        step = partial(trainer.local_updates, convnet, train.get_weights(convnet), torch.arange(4), first, 1)
         gradients = partial(fediir.client_gradients, trainer, convnet, train.get_weights(convnet), first)
         groups[2].append(Row(f"FedAvg's local training, {precision}", 256, step))
         groups[2].append(Row(f"FedIIR's global gradient, {precision}", 256, gradients))

@@ -9,6 +9,7 @@ into it: ten thousand clients cost ten thousand small tensors and not one copy o
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -64,17 +65,17 @@ def load(
 
     Raises UserError where there is no such data set, or where it can be neither read nor downloaded.
     """
-    path = Path(name)
+    path, root = Path(name), Path(root)
     if name == "glyphs":
         data = Dataset(name, **glyphs())
     elif name == "shakespeare":
-        data = replace(plays(_shakespeare_file(Path(root))), name=name)
-    elif name == "cifar10" and not (Path(root) / "cifar-10-batches-py").exists() and (Path(root) / "cifar10").is_dir():
-        data = image_folder(Path(root) / "cifar10", Path(root) / "cache", 32)
+        data = replace(plays(_shakespeare_file(root)), name=name)
+    elif name == "cifar10" and not (root / "cifar-10-batches-py").exists() and (root / "cifar10").is_dir():
+        data = image_folder(root / "cifar10", root / "cache", 32)
     elif name in NAMES:
-        data = _from_torchvision(name, Path(root))
+        data = _from_torchvision(name, root)
     elif path.is_dir():
-        data = image_folder(path, Path(root) / "cache", image_size)
+        data = image_folder(path, root / "cache", image_size)
     elif path.is_file():
         data = plays(path)
     else:
@@ -121,6 +122,11 @@ def _from_torchvision(name: str, root: Path) -> Dataset:
     try:
         train, test = (make(str(root), train=train, download=True) for train in (True, False))
         (x_train, y_train), (x_test, y_test) = _arrays(train), _arrays(test)
+        classes = getattr(train, "classes", None) or [str(c) for c in range(int(y_train.max()) + 1)]
+        classes = classes[-10:] if name == "emnist" else classes
+        for x, y in ((x_train, y_train), (x_test, y_test)):
+            if len(x) != len(y) or int(y.min()) < 0 or int(y.max()) >= len(classes):
+                raise ValueError(f"{len(x)} images with {len(y)} labels in {int(y.min())}..{int(y.max())}")
     except Exception as e:  # torchvision raises anything from URLError to AssertionError over a bad or absent file
         raise UserError(
             f"{name} is not in {root}/ and could not be downloaded or read ({first_line(e)}): without a "
@@ -129,9 +135,7 @@ def _from_torchvision(name: str, root: Path) -> Dataset:
     x = torch.cat([x_train, x_test])
     if name == "emnist":
         x = x.transpose(2, 3)  # its files hold each image mirrored at the diagonal
-    classes = getattr(train, "classes", None) or [str(c) for c in range(int(y_train.max()) + 1)]
     pool, n_train = torch.arange(len(x)), len(x_train)
-    classes = classes[-10:] if name == "emnist" else classes
     return Dataset(name, x.contiguous(), torch.cat([y_train, y_test]), pool[:n_train], pool[n_train:], list(classes))
 
 
@@ -177,15 +181,16 @@ def image_folder(folder: Path, cache: Path, image_size: int) -> Dataset:
     stats = [(str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns) for f, _, _ in samples]
     key = hashlib.sha256(repr((image_size, stats)).encode()).hexdigest()[:16]
     cached = cache / f"{folder.resolve().name}-{image_size}-{key}.pt"
-    if cached.exists():
+    try:
         x = torch.load(cached, weights_only=True, mmap=True)
-    else:
+    except Exception:  # it is not there, or damaged: anything from FileNotFoundError to UnpicklingError
         x = _decode([f for f, _, _ in samples], image_size)
         cache.mkdir(parents=True, exist_ok=True)
         for stale in cache.glob(f"{folder.resolve().name}-{image_size}-*.pt"):
-            stale.unlink()
-        torch.save(x, cached.with_suffix(".part"))
-        cached.with_suffix(".part").replace(cached)  # a run that is stopped here leaves no half a cache behind
+            stale.unlink(missing_ok=True)
+        part = cached.with_suffix(f".{os.getpid()}")  # so that no other run, nor this one when stopped, leaves a half
+        torch.save(x, part)
+        part.replace(cached)
 
     y = torch.tensor([c for _, c, _ in samples])
     part, pool = torch.tensor([p for _, _, p in samples]), torch.arange(len(samples))
@@ -206,7 +211,8 @@ def _decode(files: list[Path], image_size: int) -> Tensor:
 
     x = torch.empty(len(files), image_size, image_size, 3, dtype=torch.uint8)
     with ThreadPoolExecutor() as pool:  # threads: Pillow lets go of the interpreter while it decodes
-        for i, image in enumerate(tqdm(pool.map(decode, files), "decoding", len(files), unit=" images", leave=False)):
+        found = tqdm(pool.map(decode, files), "decoding", len(files), unit=" images", leave=False, delay=1)
+        for i, image in enumerate(found):
             x[i] = torch.from_numpy(image)
     return x.permute(0, 3, 1, 2).contiguous()
 

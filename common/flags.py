@@ -33,6 +33,12 @@ def at_least(low: float, kind: type = int, most: float = float("inf")) -> Callab
     return number
 
 
+def folder_name(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty: name a folder")
+    return text
+
+
 positive = at_least(TINY, float)
 
 
@@ -46,12 +52,17 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-def parse(doc: str, settings: dict[str, dict], own_flags: Callable, argv: list[str] | None) -> argparse.Namespace:
+def parse(
+    doc: str, settings: dict[str, dict], own_flags: Callable, argv: list[str] | None,
+    pointless: Callable[[argparse.Namespace], dict[str, str | bool]] = lambda args: {},
+) -> argparse.Namespace:  # fmt: skip
     """The flags of a method.
 
     doc        the method file's docstring; its first line heads the help
     settings   data set -> its defaults, "folder" standing for every folder of images
     own_flags  adds the method's own flags to an argument group
+    pointless  which flags do nothing in this method beside the others: flag -> why, else False; said on stderr, but
+               no error, so that one list of flags can be given to several methods
     Raises UserError for what does not make sense.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -93,7 +104,7 @@ def parse(doc: str, settings: dict[str, dict], own_flags: Callable, argv: list[s
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
     add("--precision", choices=["auto", "float32", "bfloat16"], default="auto",
         help="bfloat16 is autocast; auto takes it where the device has it in hardware")  # fmt: skip
-    add("--out", metavar="DIR", help="the run's folder (default: a new one under runs/)")
+    add("--out", type=folder_name, metavar="DIR", help="the run's folder (default: a new one under runs/)")
     add("--resume", metavar="DIR", help="continue the run in this folder, with its flags")
     own_flags(parser.add_argument_group("this method").add_argument)
 
@@ -119,7 +130,31 @@ def parse(doc: str, settings: dict[str, dict], own_flags: Callable, argv: list[s
         is_text = known.dataset == "shakespeare" or folder == "shakespeare"
         usual = "speaker" if is_text else "domain" if args.rotate else "dirichlet"
         args.partition = "domain" if args.test_domain else of_data_set.get("partition", usual)
+    given = {word.split("=")[0] for word in argv}
+    for flag, why in _contradictions(args).items():
+        if why and f"--{flag}" in given:
+            raise UserError(f"--{flag} cannot be had: {why}")
+    for flag, why in pointless(args).items():
+        if why and f"--{flag}" in given and train.RANK == 0:
+            print(f"{Path(sys.argv[0]).name}: --{flag} does nothing here: {why}", file=sys.stderr)
     return args
+
+
+def _contradictions(args: argparse.Namespace) -> dict[str, str | bool]:
+    """Which of the flags that all methods share do not go with the others: flag -> why, else False."""
+    silos, own = args.partition == "silos", args.model in ("cnn", "convnet", "resblocks", "charrnn")
+    all_take_part = silos and "all of --silos take part"
+    return {
+        "silos": not silos and f"it needs --partition silos, and this is {args.partition}",
+        "silo-size": not silos and f"it needs --partition silos, and this is {args.partition}",
+        "clients": silos and "--silos says how many there are",
+        "participating": all_take_part,
+        "alpha": args.partition != "dirichlet" and f"it needs --partition dirichlet, and this is {args.partition}",
+        "momentum": args.optimizer == "adam" and "it is of --optimizer sgd",
+        "image-size": args.dataset in data.NAMES and f"{args.dataset} comes in its own size",
+        "width": not own and f"{args.model} has the width that it has",
+        "out": bool(args.resume) and "--resume goes on in its own folder",
+    }
 
 
 def _saved_flags(folder: str, method: str) -> dict:
@@ -132,6 +167,12 @@ def _saved_flags(folder: str, method: str) -> dict:
         raise UserError(f"--resume {folder}: there is no run to resume ({e})") from e
 
 
+def load(args: argparse.Namespace) -> data.Dataset:
+    """The data set that these flags ask for. Raises UserError as data.load() does."""
+    with train.first_rank_first():
+        return data.load(args.dataset, args.data_dir, args.image_size, args.rotate or (), args.seed)
+
+
 def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Clients, models.Classifier, Trainer]:
     """Data, clients, the initial model and the trainer that these flags ask for; the same for every method.
 
@@ -139,7 +180,7 @@ def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Cl
     """
     device = train.pick_device(args.device)
     args.precision = train.pick_precision(args.precision, device)
-    dataset = data.load(args.dataset, args.data_dir, args.image_size, args.rotate or (), args.seed)
+    dataset = load(args)
     clients = splits.deal(
         dataset, args.seed, args.partition, alpha=args.alpha, clients=args.clients, participating=args.participating,
         test_domain=args.test_domain, silos_per_domain=args.silos, silo_size=args.silo_size,

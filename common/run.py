@@ -20,11 +20,12 @@ import torchvision
 from torch import Tensor
 from tqdm import tqdm
 
-from common import UserError, train
+from common import UserError, first_line, train
 from common.splits import Clients
 from common.train import Trainer
 
-COLUMNS = ["round", "seconds", "train_loss", "id_accuracy", "ood_accuracy", "selected"]
+CHECKPOINTS = ["checkpoint.pt", "checkpoint.before.pt"]  # the newest, and the one before
+COLUMNS = ["round", "seconds", "train_loss", "id_accuracy", "ood_accuracy", "selected", "left_out"]
 
 
 def id_and_ood(trainer: Trainer, model: nn.Module, w: Tensor, clients: Clients) -> dict[str, float | None]:
@@ -40,18 +41,21 @@ class Run:
 
     columns  the method's own columns of metrics.csv
     folder   where to; by default args.out, else a new folder under runs/
+    trainer  whose uploads that could not be used are counted in the column left_out
     state    what a resumed run's checkpoint holds, None in a new run
 
     Raises UserError where the folder is taken, or its checkpoint cannot be read.
     """
 
-    def __init__(self, args: argparse.Namespace, columns: list[str], device: torch.device, folder: Path | None = None):
+    def __init__(self, args: argparse.Namespace, columns: list[str], trainer: Trainer, folder: Path | None = None):
         self.method, self.columns, self.state = Path(sys.argv[0]).stem, COLUMNS + columns, None
+        self.trainer, self.left_out = trainer, trainer.left_out
         self.rows: list[dict] = []
         self.folder = folder or folder_of(args)
-        checkpoint = self.folder / "checkpoint.pt"
-        if args.resume and checkpoint.exists():
-            self.state = _read_checkpoint(checkpoint, self.method, device)
+        checkpoints = [self.folder / name for name in CHECKPOINTS if (self.folder / name).exists()]
+        if args.resume and checkpoints:
+            _opened.append(self.folder)
+            self.state = _read_checkpoint(checkpoints[0], self.method, trainer.device)
         else:
             open_folder(args, self.folder)
         self._open_metrics(self.state["round"] if self.state else 0)
@@ -97,9 +101,11 @@ class Run:
 
         Raises UserError where the loss is not finite.
         """
-        self.check(train_loss, round)
+        if not torch.isfinite(train_loss):
+            raise UserError(f"training diverged in round {round}: lower --lr")
         seconds = self.seconds_before + time.monotonic() - self.started
         values |= {"round": round, "train_loss": float(train_loss), "seconds": f"{seconds:.2f}", "selected": selected}
+        values["left_out"], self.left_out = self.trainer.left_out - self.left_out, self.trainer.left_out
         row = {column: _cell(values[column]) for column in self.columns}
         line = ",".join(row[column] for column in self.columns)
         self.metrics.write(line + "\n")
@@ -107,11 +113,6 @@ class Run:
         self.rows.append(row)
         shown = {"loss": row["train_loss"], "ID": row["id_accuracy"], "OOD": row["ood_accuracy"]}
         self.bar.set_postfix_str("  ".join(f"{name} {value}" for name, value in shown.items() if value))
-
-    def check(self, losses: Tensor, round: int) -> None:
-        """Raises UserError where a loss is not finite."""
-        if not torch.isfinite(torch.as_tensor(losses)).all():
-            raise UserError(f"training diverged in round {round}: lower --lr")
 
     @contextmanager
     def besides(self, what: str, rounds: float) -> Iterator[Callable[[float], None]]:
@@ -122,13 +123,19 @@ class Run:
         self.bar.set_description(description.removesuffix(": "))
 
     def save(self, state: dict) -> None:
-        """Writes the checkpoint; a run stopped meanwhile keeps the one before."""
+        """Writes the checkpoint and keeps the one before; a run stopped meanwhile finds one of the two."""
         began, part = time.monotonic(), self.folder / "checkpoint.part"
-        with open(part, "wb") as f:
-            torch.save({"version": 1, "method": self.method, **state}, f)
-            f.flush()
-            os.fsync(f.fileno())
-        part.replace(self.folder / "checkpoint.pt")
+        newest, before = (self.folder / name for name in CHECKPOINTS)
+        try:
+            with open(part, "wb") as f:
+                torch.save({"version": 1, "method": self.method, **state}, f)
+                f.flush()
+                os.fsync(f.fileno())
+        except RuntimeError as e:  # torch's word for a full disk
+            raise OSError(f"{part} cannot be written ({first_line(e)}): make room, then --resume {self.folder}") from e
+        if newest.exists():
+            newest.replace(before)
+        part.replace(newest)
         self.saved_at = time.monotonic()
         self.save_took = self.saved_at - began
 
@@ -136,6 +143,9 @@ class Run:
         """Saves the model (its state_dict, in model.pt) and the last checkpoint."""
         self.bar.close()
         self.metrics.close()
+        left_out = sum(int(row["left_out"]) for row in self.rows)
+        if left_out:
+            print(f"{left_out} uploads were not finite and left out: see left_out in {self.folder / 'metrics.csv'}")
         train.set_weights(model, w)
         if train.RANK == 0:
             self.save(state)
@@ -154,6 +164,9 @@ class Run:
         print(f"{float(self.rows[-1]['seconds']):.0f} s; metrics, model and pictures are in {self.folder}")
 
 
+_opened: list[Path] = []  # the folders of this program's runs; the first is the one that --resume takes
+
+
 def folder_of(args: argparse.Namespace) -> Path:
     """Where a run with these flags leaves its files: --resume, --out or a new folder under runs/."""
     if args.resume or args.out:
@@ -169,6 +182,7 @@ def open_folder(args: argparse.Namespace, folder: Path | None = None) -> Path:
     Raises UserError where there is one already, unless the run is to be resumed.
     """
     folder = folder or folder_of(args)
+    _opened.append(folder)
     if train.RANK > 0:
         return folder
     if folder.exists() and not folder.is_dir():
@@ -197,8 +211,8 @@ def _cell(value) -> str:
 
 
 def read_metrics(file: Path) -> list[dict[str, str]]:
-    with open(file, newline="") as f:
-        return list(csv.DictReader(f))
+    """The rows of a metrics.csv, without a last one that a full disk cut short."""
+    return list(csv.DictReader(line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")))
 
 
 def _read_checkpoint(file: Path, method: str, device: torch.device) -> dict:
@@ -206,7 +220,9 @@ def _read_checkpoint(file: Path, method: str, device: torch.device) -> dict:
         state = torch.load(file, weights_only=True, map_location=device)
         version, writer = state.pop("version"), state.pop("method")
     except Exception as e:  # from EOFError to UnpicklingError, whose text tells users to load it unsafely
-        raise UserError(f"{file} is not a checkpoint that can be read: it is damaged, or something else") from e
+        before = file.with_name(CHECKPOINTS[1])
+        advice = f"remove it, to go on from {before.name}" if before.exists() and before != file else "start a new run"
+        raise UserError(f"{file} is not a checkpoint that can be read (damaged, or something else): {advice}") from e
     if version != 1:
         raise UserError(f"{file} was written by another version of this project")
     if writer != method:
@@ -227,6 +243,7 @@ def launch(main: Callable[[], None]) -> None:
     """Runs a method from the command line. A user's mistake is one line on stderr and exit code 2; 1 is for a full disk
     and its like; 130 is for Ctrl-C. Of several ranks only the first prints, and the others only what they alone found.
     """
+    _opened.clear()
     try:
         with redirect_stdout(open(os.devnull, "w") if train.RANK > 0 else sys.stdout):
             main()
@@ -237,7 +254,7 @@ def launch(main: Callable[[], None]) -> None:
     except OSError as e:
         code, message = 1, str(e)
     except KeyboardInterrupt:
-        code, message = 130, "stopped; --resume with the run's folder continues it"
+        code, message = 130, f"stopped; --resume {_opened[0]} goes on" if _opened else "stopped before it began"
     else:
         return
     if train.RANK > 0:

@@ -48,6 +48,11 @@ def table_flags(add) -> None:
     add("--sketch", type=flags.at_least(0), default=0, metavar="N", help="keep N random sums of each; 0: all of it")
 
 
+def pointless(args) -> dict:
+    """As flags.parse() takes it."""
+    return {"weighting": bool(args.trim) and "the mean of --trim has no weights"}
+
+
 def empty_table(m: int, w: Tensor, args) -> dict:
     """What a server that has seen none of m clients remembers of them; args as table_flags() gives them.
 
@@ -58,7 +63,7 @@ def empty_table(m: int, w: Tensor, args) -> dict:
         raise UserError("--event-threshold averages old gradients, which a --sketch does not keep: choose one of them")
     return {
         "table": torch.zeros(m, args.sketch or len(w), dtype=getattr(torch, args.table_dtype), device=w.device),
-        "products": torch.zeros(m, m, dtype=torch.float64), "seen": [False] * m, "uploads": 0,
+        "products": torch.zeros(m, m, dtype=torch.float64, device=w.device), "seen": [False] * m, "uploads": 0,
     }  # fmt: skip
 
 
@@ -71,6 +76,14 @@ def enter(state: dict, rows: Tensor, updates: Tensor, seed: int) -> None:
     state["uploads"] += len(rows)
 
 
+def known(state: dict, here: Tensor) -> Tensor:
+    """Which of the rows `here` an upload has filled: all, unless it was not finite. Raises UserError where none is."""
+    rows = [i for i in here.tolist() if state["seen"][i]]
+    if not rows:
+        raise UserError("no client sent an upload that can be used: lower --lr")
+    return torch.tensor(rows)
+
+
 def update_products(products: Tensor, table: Tensor, changed: Tensor) -> None:
     """Brings the inner products [M, M] of the table's rows [M, P] up to date after `changed` [K]: K M P of them."""
     new = torch.zeros(len(changed), len(table), dtype=torch.float64, device=table.device)
@@ -81,9 +94,9 @@ def update_products(products: Tensor, table: Tensor, changed: Tensor) -> None:
 
 
 def cosines(products: Tensor) -> Tensor:
-    """Inner products [M, M] -> cosine similarities; 0 to a row of zeros."""
+    """Inner products [M, M] -> cosine similarities; 1 to a row of zeros, which is nobody's opposite."""
     length = products.diagonal().sqrt()
-    return products / (length[:, None] * length).clamp(min=1e-30)
+    return (products / (length[:, None] * length)).nan_to_num(1.0)
 
 
 def sketch(updates: Tensor, size: int, seed: int) -> Tensor:

@@ -38,7 +38,7 @@ def keep_freed_memory() -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one, each rank's own where there are several; joins the ranks.
+    """`auto` is the GPU where there is one, each rank's own where there are several.
 
     Raises UserError for a device that is not there.
     """
@@ -53,9 +53,25 @@ def pick_device(name: str) -> torch.device:
         raise UserError(f"--device {name} cannot be used ({first_line(e)}): choose auto or cpu") from e
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if RANKS > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    join()
     return device
+
+
+def join() -> None:
+    """Lets the ranks find each other, if there are several."""
+    if RANKS > 1 and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+@contextmanager
+def first_rank_first():
+    """What is inside, the first rank does before the others do: it downloads a data set, and they find it."""
+    join()
+    if RANK > 0:
+        dist.all_reduce(torch.zeros(1))
+    yield
+    if RANK == 0 and RANKS > 1:
+        dist.all_reduce(torch.zeros(1))
 
 
 def pick_precision(name: str, device: torch.device) -> str:
@@ -143,6 +159,7 @@ class Trainer:
         self.x, self.y, self.device = data.x.to(device), data.y.to(device), device
         self.seed, self.epochs, self.batch_size, self.lr = seed, epochs, batch_size, lr
         self.optimizer, self.momentum, self.precision = optimizer, momentum, precision
+        self.left_out = 0  # uploads so far that could not be used
         self.chunk = 1000 if device.type == "cuda" else 250  # samples in a step of evaluation
 
     def batch(self, positions: Tensor) -> Tensor:
@@ -156,18 +173,21 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
     def local_updates(
-        self, model: nn.Module, w: Tensor, clients: Sequence[int], samples: Sequence[Tensor], round: int,
+        self, model: nn.Module, w: Tensor, clients: Tensor, samples: Sequence[Tensor], round: int,
         loss_fn: LossFn = cross_entropy, per_client: Callable[[nn.Module, int], None] | None = None,
-        progress: Callable[[float], None] = lambda share: None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Every client in `clients` trains from w on its samples[client].
+        progress: Callable[[float], None] = lambda share: None, needed: int = 1,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Every client in `clients`, int64 [K], trains from w on its samples[client].
 
         loss_fn     (model, x, y) -> the scalar that local training descends
         per_client  called as (model, client) before a client trains: sets what differs from client to client
         progress    called after each local epoch with the share of this rank's work that it was
 
-        Returns G [K, P], row i = w - w_i, and the clients' mean training loss [K], both on the device.
+        Returns the clients whose upload can be used, int64 [K], and on the device G [K, P], row i = w - w_i, and their
+        mean training loss [K]. A client whose update or loss is not finite is left out and counted in self.left_out.
+        Raises UserError where fewer than `needed` are left.
         """
+        clients = clients.tolist()
         updates = torch.empty(len(clients), len(w), device=self.device)
         losses = torch.empty(len(clients), device=self.device)
         owner = share_out([len(samples[client]) for client in clients], RANKS)
@@ -185,7 +205,14 @@ class Trainer:
             for i in range(len(clients)):
                 dist.broadcast(updates[i], src=owner[i])
                 dist.broadcast(losses[i : i + 1], src=owner[i])
-        return updates, losses
+        clients = torch.tensor(clients)
+        usable = torch.isfinite(updates.sum(1) + losses)
+        if usable.all():
+            return clients, updates, losses
+        if usable.sum() < needed:
+            raise UserError(f"training diverged in round {round}: lower --lr")
+        self.left_out += int((~usable).sum())
+        return clients[usable.cpu()], updates[usable], losses[usable]
 
     def _train(
         self, model: nn.Module, samples: Tensor, round: int, client: int, loss_fn: LossFn, after_epoch: Callable

@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+import convex_hull_select
+import entropy_weighting
 import fedavg
+import fediir
+import minimax_select
 import uefl
 from common import flags, run
 
@@ -121,6 +125,48 @@ MISTAKES = [
     (uefl, "--resume full", "no run to resume"),
     (uefl, "--resume other", "a run of fedavg.py, not of uefl.py"),
     (uefl, "--dropout 1.5", "--dropout: 1.5 is out of range"),
+    (fedavg, "--rounds 1e3", "'1e3' is not a whole number"),
+    (fedavg, "--rounds", "--rounds: expected one argument"),
+    (fedavg, "--lr inf", "--lr: inf is out of range"),
+    (fedavg, "--momentum 1", "between 0 and 0.999"),
+    (fedavg, "--seed -1", "--seed: -1 is out of range"),
+    (fedavg, "--participating 0", "--participating: 0 is out of range"),
+    (fedavg, "--alpha 0", "--alpha: 0 is out of range: above 0"),
+    (fedavg, "--rotate left", "'left'"),
+    (fedavg, "--device gpu", "--device gpu cannot be used"),
+    (fedavg, "--precision float16", "--precision"),
+    (fedavg, "--selection best", "--selection"),
+    (fedavg, "--out ", "--out: is empty"),
+    (fedavg, "--resume other --out new", "--out cannot be had: --resume goes on in its own folder"),
+    (fedavg, "--silos 3 1 1", "--silos cannot be had: it needs --partition silos"),
+    (fedavg, "--silo-size 9", "--silo-size cannot be had"),
+    (fedavg, "--optimizer adam --momentum 0.9", "--momentum cannot be had"),
+    (fedavg, "--image-size 64", "--image-size cannot be had: glyphs comes in its own size"),
+    (fedavg, "--model resnet18 --width 0.5", "--width cannot be had"),
+    (fedavg, "--partition iid --alpha 0.5", "--alpha cannot be had"),
+    (fedavg, "--partition domain --clients 3", "--clients 3 is fewer than the 5 domains"),
+    (fedavg, "--partition speaker --clients 100", "--clients 100: only 5 have"),
+    (fedavg, "--pretrained weights.pt --model resnet18", "no weights of resnet18 to be had from weights.pt"),
+    (fedavg, "--dataset full/notes.txt", "no speaker has enough text"),
+    (fedavg, "--dataset full", "holds no images"),
+    (fedavg, "--dataset mixed", "must hold either train/ and test/ or one folder a domain"),
+    (fedavg, "--dataset broken --partition domain", "1.png cannot be read as an image"),
+    (fedavg, "--dataset plays.json", "cannot be read as plays or as LEAF's JSON"),
+    (fedavg, "--resume torn", "no run to resume"),
+    (entropy_weighting, "--expel 0.9", "--sample 10: only 4 clients are left"),
+    (entropy_weighting, "--tv -1", "--tv: -1 is out of range"),
+    (entropy_weighting, "--label-noise 0.5", "--label-noise: expected 2 arguments"),
+    (minimax_select, "--trim 0.01", "cuts nobody"),
+    (minimax_select, "--churn 1", "--churn: 1 is out of range"),
+    (minimax_select, "--sketch 100 --event-threshold 0.1", "choose one of them"),
+    (convex_hull_select, "--draw 41", "--draw 41: only 40 clients participate"),
+    (convex_hull_select, "--hull-dim 9", "--hull-dim: 9 is out of range: between 1 and 8"),
+    (fediir, "--test-domain arial", "--test-domain arial: glyphs has"),
+    (fediir, "--gamma -0.1", "--gamma: -0.1 is out of range"),
+    (fediir, "--dataset broken", "--test-domain is missing"),
+    (uefl, "--iterations 0", "--iterations: 0 is out of range"),
+    (uefl, "--clients 9", "--clients cannot be had: --silos says how many there are"),
+    (uefl, "--partition domain --rotate 0 0", "names an angle twice"),
 ]
 
 
@@ -129,10 +175,16 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(method, flags, says, tmp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").write_text("mine")
+    for folder in ("mixed/train/cat", "mixed/sketch/cat", "broken/photo/cat", "torn"):
+        (tmp_path / folder).mkdir(parents=True)
+        if folder != "torn":
+            (tmp_path / folder / "1.png").write_bytes(b"no image")
+    (tmp_path / "plays.json").write_text('{"users": ["HAMLET"]}')
+    (tmp_path / "torn/args.json").write_text('{"method": "fed')
     (tmp_path / "other").mkdir()
     (tmp_path / "other/args.json").write_text('{"method": "fedavg", "flags": {}}')
     before = sorted(p for p in tmp_path.rglob("*"))
-    monkeypatch.setattr(sys, "argv", [f"{method.__name__}.py", *flags.split()])
+    monkeypatch.setattr(sys, "argv", [f"{method.__name__}.py", *flags.split(" ")])
     with pytest.raises(SystemExit) as end:
         run.launch(method.main)
     lines = capsys.readouterr().err.strip().splitlines()
@@ -148,12 +200,49 @@ def test_a_resumed_run_keeps_its_flags(start, capsys):
     with pytest.raises(SystemExit):
         run.launch(lambda: start(fedavg, "--resume run --lr 3"))
     assert "was run with --lr 0.05" in capsys.readouterr().err
+    (folder / "run/checkpoint.before.pt").unlink(missing_ok=True)
     for text in (b"", b"not a checkpoint"):
         (folder / "run/checkpoint.pt").write_bytes(text)
         with pytest.raises(SystemExit):
             run.launch(lambda: start(fedavg, "--resume run"))
         assert "not a checkpoint that can be read" in capsys.readouterr().err
     assert (folder / "run/metrics.csv").read_bytes() == before
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(start, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(run.time, "monotonic", iter(range(0, 10**6, 20)).__next__)  # a checkpoint after every round
+        folder = start(fedavg, CUTS[fedavg] + "--out run") / "run"
+    whole = (folder / "model.pt").read_bytes(), without_times(folder)
+    (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:1000])
+    with pytest.raises(SystemExit):
+        run.launch(lambda: start(fedavg, "--resume run"))
+    assert "checkpoint.pt is not a checkpoint that can be read" in (said := capsys.readouterr().err)
+    assert "remove it, to go on from checkpoint.before.pt" in said
+    (folder / "checkpoint.pt").unlink()
+    (folder / "model.pt").unlink()
+    start(fedavg, "--resume run")
+    assert ((folder / "model.pt").read_bytes(), without_times(folder)) == whole
+
+
+def test_a_line_that_was_cut_short_is_not_read(tmp_path):
+    (tmp_path / "metrics.csv").write_text("round,train_loss\n1,0.5\n2,0.2")
+    assert run.read_metrics(tmp_path / "metrics.csv") == [{"round": "1", "train_loss": "0.5"}]
+
+
+def test_what_a_flag_does_not_do_is_said(start, capsys):
+    start(fedavg, CUTS[fedavg] + "--selection full --out run")
+    assert "fedavg.py: --sample does nothing here: --selection full takes everybody" in capsys.readouterr().err
+
+
+def test_ctrl_c_says_how_to_go_on(start, capsys, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.Run, "log", interrupt)
+    with pytest.raises(SystemExit) as end:
+        run.launch(lambda: start(fedavg, CUTS[fedavg] + "--out run"))
+    assert end.value.code == 130 and "fedavg.py: stopped; --resume run goes on" in capsys.readouterr().err
 
 
 def test_from_the_shell(tmp_path):

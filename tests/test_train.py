@@ -40,7 +40,7 @@ def test_local_training_is_sgd(tiny, trainer, model, momentum):
     trainer.momentum = momentum
     samples = [tiny.train[:50], tiny.train[50:]]
     w = get_weights(model)
-    updates, _ = trainer.local_updates(copy.deepcopy(model), w, [1, 0], samples, round=3)
+    _, updates, _ = trainer.local_updates(copy.deepcopy(model), w, torch.tensor([1, 0]), samples, round=3)
     for row, client in ((0, 1), (1, 0)):
         expected = w - sgd_by_hand(model, trainer, samples[client], 3, client, momentum)
         assert torch.allclose(updates[row], expected, atol=1e-5)
@@ -50,7 +50,7 @@ def test_local_training_is_sgd(tiny, trainer, model, momentum):
 def test_adams_first_step_has_the_size_of_the_learning_rate(tiny, trainer, model):
     trainer.optimizer, trainer.epochs, trainer.batch_size, trainer.lr = "adam", 1, 1000, 1e-3
     w = get_weights(model)
-    updates, _ = trainer.local_updates(model, w, [0], [tiny.train], round=1)
+    _, updates, _ = trainer.local_updates(model, w, torch.tensor([0]), [tiny.train], round=1)
     assert updates.abs().max() < 1e-3 * 1.001
     assert (updates.abs() > 0.95e-3).float().mean() > 0.5, "a gradient well above epsilon moves its weight by lr"
 
@@ -59,15 +59,15 @@ def test_what_a_client_learns_does_not_depend_on_who_trained_before(tiny, traine
     model = build("resblocks", (1, 8, 8), 3, width=0.01, dropout=0.5)
     samples = [tiny.train[:40], tiny.train[40:]]
     w = get_weights(model)
-    both, losses = trainer.local_updates(model, w, [0, 1], samples, round=1)
+    _, both, losses = trainer.local_updates(model, w, torch.tensor([0, 1]), samples, round=1)
     torch.rand(7)
-    alone, loss = trainer.local_updates(model, w, [1], samples, round=1)
+    _, alone, loss = trainer.local_updates(model, w, torch.tensor([1]), samples, round=1)
     assert torch.equal(both[1], alone[0]) and losses[1] == loss[0]
 
 
 def test_training_leaves_the_global_generator_alone(tiny, trainer, model):
     before = torch.get_rng_state()
-    trainer.local_updates(model, get_weights(model), [0], [tiny.train], round=1)
+    trainer.local_updates(model, get_weights(model), torch.tensor([0]), [tiny.train], round=1)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -101,17 +101,17 @@ def test_evaluation_is_a_mean_over_samples(tiny, trainer, model):
 def test_the_training_loss_is_a_mean_over_samples(tiny, trainer, model):
     trainer.lr, trainer.epochs = 1e-9, 1
     samples = tiny.train[:50]  # in batches of 16, 16, 16 and 2
-    _, losses = trainer.local_updates(model, get_weights(model), [0], [samples], round=1)
+    _, _, losses = trainer.local_updates(model, get_weights(model), torch.tensor([0]), [samples], round=1)
     _, expected = trainer.evaluate(model, get_weights(model), [samples])
     assert losses[0].item() == pytest.approx(expected[0].item(), rel=1e-4)
 
 
 def test_bfloat16_keeps_weights_in_float32_and_ends_nearby(tiny, trainer, model):
     w = get_weights(model)
-    exact, _ = trainer.local_updates(model, w, [0], [tiny.train], round=1)
-    rough, _ = Trainer(
+    _, exact, _ = trainer.local_updates(model, w, torch.tensor([0]), [tiny.train], round=1)
+    _, rough, _ = Trainer(
         tiny, torch.device("cpu"), seed=0, epochs=2, batch_size=16, lr=0.1, precision="bfloat16"
-    ).local_updates(model, w, [0], [tiny.train], round=1)
+    ).local_updates(model, w, torch.tensor([0]), [tiny.train], round=1)
     assert rough.dtype == torch.float32 and not torch.equal(exact, rough)
     assert F.cosine_similarity(exact[0], rough[0], dim=0) > 0.98
 
