@@ -24,6 +24,7 @@ from common import UserError, first_line, train
 from common.splits import Clients
 from common.train import Trainer
 
+SAVE_EVERY = 10  # seconds between two checkpoints, at least
 CHECKPOINTS = ["checkpoint.pt", "checkpoint.before.pt"]  # the newest, and the one before
 COLUMNS = ["round", "seconds", "train_loss", "id_accuracy", "ood_accuracy", "selected", "left_out"]
 
@@ -89,7 +90,7 @@ class Run:
             self.bar.set_description(f"round {t}/{at_most or until}")
             yield t
             state["round"] = t
-            if train.RANK == 0 and time.monotonic() - self.saved_at > max(10, 20 * self.save_took):
+            if train.RANK == 0 and time.monotonic() - self.saved_at > max(SAVE_EVERY, 20 * self.save_took):
                 self.save(state)
 
     def tick(self, share: float) -> None:
@@ -132,7 +133,7 @@ class Run:
                 f.flush()
                 os.fsync(f.fileno())
         except RuntimeError as e:  # torch's word for a full disk
-            raise OSError(f"{part} cannot be written ({first_line(e)}): make room, then --resume {self.folder}") from e
+            raise OSError(f"{part} cannot be written ({first_line(e)})") from e
         if newest.exists():
             newest.replace(before)
         part.replace(newest)
@@ -196,7 +197,8 @@ def open_folder(args: argparse.Namespace, folder: Path | None = None) -> Path:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": sys.version.split()[0], "torch": torch.__version__, "torchvision": torchvision.__version__,
     }  # fmt: skip
-    (folder / "args.json").write_text(json.dumps(about, indent=1) + "\n")
+    (folder / "args.part").write_text(json.dumps(about, indent=1) + "\n")
+    (folder / "args.part").replace(folder / "args.json")
     return folder
 
 
@@ -252,7 +254,7 @@ def launch(main: Callable[[], None]) -> None:
     except UserError as e:
         code, message = 2, str(e)
     except OSError as e:
-        code, message = 1, str(e)
+        code, message = 1, f"{e}; once that is mended, --resume {_opened[0]} goes on" if _opened else str(e)
     except KeyboardInterrupt:
         code, message = 130, f"stopped; --resume {_opened[0]} goes on" if _opened else "stopped before it began"
     else:

@@ -1,0 +1,179 @@
+"""What takes minutes and is no part of CI: runs that are killed, a disk that fills up, files that are garbage.
+
+pytest -m soak -s          # hypothesis, for the last of them, comes with: pip install hypothesis
+"""
+
+import io
+import json
+import multiprocessing
+import random
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+
+import pytest
+import torch
+from conftest import make_tiny
+from PIL import Image
+from ranks import CALLS
+
+import common.data
+import fedavg
+from common import UserError, run
+from common.data import image_folder, plays
+
+pytestmark = pytest.mark.soak
+KILLS = 20
+fork = multiprocessing.get_context("fork")  # a child starts with everything imported
+
+
+def child(method, flags, stderr):
+    """A process that runs a method as a shell would, with a checkpoint after every round."""
+
+    def main():
+        torch.set_num_threads(1)
+        common.data.load = lambda name, *args: make_tiny()
+        run.SAVE_EVERY = 0
+        with open(stderr, "a") as sys.stderr:
+            sys.argv, sys.stdout = [f"{method.__name__}.py", *flags], io.StringIO()
+            run.launch(method.main)
+
+    process = fork.Process(target=main)
+    process.start()
+    return process
+
+
+def outcome(folder):
+    rows = [{c: v for c, v in row.items() if c != "seconds"} for row in run.read_metrics(folder / "metrics.csv")]
+    return (folder / "model.pt").read_bytes(), rows
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_killed_at_any_moment_it_ends_with_the_same_bytes(method, tmp_path):
+    flags = [*CALLS[method].split(), "--rounds", "30"]
+    flags += ["--later-rounds", "10"] if "--later-rounds" in flags else []
+    began = time.monotonic()
+    child(method, [*flags, "--out", str(tmp_path / "whole")], tmp_path / "err").join()
+    took, expected = time.monotonic() - began, outcome(tmp_path / "whole")
+
+    moments, kills, ends, folder = random.Random(0), 0, 0, tmp_path / "cut"
+    while kills < KILLS or folder.exists():
+        known = (folder / "args.json").exists()
+        if not known:
+            shutil.rmtree(folder, ignore_errors=True)
+        process = child(
+            method, ["--resume", str(folder)] if known else [*flags, "--out", str(folder)], tmp_path / "err"
+        )
+        process.join(moments.uniform(0, took / 2) if kills < KILLS else None)
+        if process.is_alive():
+            process.kill()
+            kills += 1
+            process.join()
+        elif process.exitcode == 0:
+            assert outcome(folder) == expected
+            ends += 1
+            shutil.rmtree(folder)
+        assert process.exitcode in (0, -9), (tmp_path / "err").read_text()
+    print(f"{method.__name__}: {kills} kills, {ends} runs brought to their end, 0 differences")
+
+
+@pytest.mark.parametrize("size", [8, 16, 24, 32, 40, 48, 64, 96])
+def test_a_full_disk_ends_the_run_and_resume_goes_on(tmp_path, size):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting a small disk takes root")
+    try:
+        flags = CALLS[fedavg].split()
+        child(fedavg, [*flags, "--out", str(tmp_path / "whole")], tmp_path / "err").join()
+        full = child(fedavg, [*flags, "--out", str(disk / "run")], tmp_path / "err")
+        full.join()
+        said = (tmp_path / "err").read_text().splitlines()[-1]
+        assert full.exitcode == 1 and said.startswith("fedavg.py: ") and "Traceback" not in said
+        print(f"disk of {size} kB: {said.replace(str(tmp_path), '')}")
+        subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
+        again = child(fedavg, ["--resume", str(disk / "run")], tmp_path / "err")
+        again.join()
+        assert again.exitcode == 0 and outcome(disk / "run") == outcome(tmp_path / "whole")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def fuzz(read, strategy, seconds):
+    """Calls read(example) for so many seconds; anything but success or UserError is a failure."""
+    hypothesis = pytest.importorskip("hypothesis")
+    found, until = {"read": 0, "refused": 0}, time.monotonic() + seconds
+
+    @hypothesis.settings(
+        max_examples=10**6, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+    )
+    @hypothesis.given(strategy)
+    def once(example):
+        if time.monotonic() > until:
+            return
+        try:
+            read(example)
+            found["read"] += 1
+        except UserError:
+            found["refused"] += 1
+
+    once()
+    print(f"{read.__name__}: {found}")
+    assert min(found.values()) > 0
+
+
+def torn(whole):
+    """Strategy: this file with bytes changed, cut off or put in, or no such file at all."""
+    st = pytest.importorskip("hypothesis.strategies")
+    places = st.lists(st.tuples(st.integers(0, len(whole)), st.binary(max_size=8)), max_size=4)
+
+    def tear(cuts_and_end):
+        cuts, end = cuts_and_end
+        torn_file = bytearray(whole[:end])
+        for at, what in cuts:
+            torn_file[at : at + len(what)] = what
+        return bytes(torn_file)
+
+    return st.one_of(st.tuples(places, st.integers(0, len(whole)) | st.just(len(whole))).map(tear), st.binary())
+
+
+SECONDS = 120
+
+
+def test_image_folders_that_are_garbage(tmp_path):
+    picture = io.BytesIO()
+    Image.new("RGB", (9, 7), (200, 30, 30)).save(picture, "png")
+    (tmp_path / "pets/a/cat").mkdir(parents=True)
+
+    def read_images(content):
+        (tmp_path / "pets/a/cat/1.png").write_bytes(content)
+        image_folder(tmp_path / "pets", tmp_path / "cache", 8)
+
+    fuzz(read_images, torn(picture.getvalue()), SECONDS)
+
+
+@pytest.mark.parametrize("name", ["play.txt", "leaf.json"])
+def test_plays_that_are_garbage(tmp_path, name):
+    speech = "ROMEO:\n" + "But soft, what light through yonder window breaks? " * 30 + "\n\n"
+    samples = {"x": ["abcdefgh" * 10] * 200, "y": list("ab" * 100)}
+    leaf = json.dumps({"users": ["HAMLET"], "user_data": {"HAMLET": samples}})
+
+    def read_plays(content):
+        (tmp_path / name).write_bytes(content)
+        plays(tmp_path / name)
+
+    fuzz(read_plays, torn((leaf if name == "leaf.json" else speech).encode()), SECONDS)
+
+
+def test_checkpoints_that_are_garbage(tmp_path):
+    checkpoint = io.BytesIO()
+    torch.save({"version": 1, "method": "fedavg", "round": 3, "w": torch.arange(9.0)}, checkpoint)
+    assert zipfile.is_zipfile(checkpoint)
+
+    def read_checkpoint(content):
+        (tmp_path / "checkpoint.pt").write_bytes(content)
+        run._read_checkpoint(tmp_path / "checkpoint.pt", "fedavg", torch.device("cpu"))
+
+    fuzz(read_checkpoint, torn(checkpoint.getvalue()), SECONDS)
