@@ -133,7 +133,7 @@ def flop_of(model: nn.Module, x: Tensor, y: Tensor) -> float:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", metavar="FILE", help="write the table there, too")
-    parser.add_argument("--repetitions", type=flags.at_least(1), default=5, help="of each row")
+    parser.add_argument("--repetitions", type=flags.at_least(1), default=3, help="of each row")
     args = parser.parse_args(argv)
     ranks = torch.cuda.device_count() or min(CORES, 8)
     if train.RANKS == 1 and ranks > 1:
@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> None:
     data = Dataset("noise", x, y, torch.arange(60_000), torch.arange(0), list("0123456789"))
     of_all = splits.dirichlet(y, 100, 0.1, rng)
     some = [of_all[k] for k in splits.draw(torch.arange(100), 10, rng)]
-    quarter, small = [samples[: len(samples) // 4] for samples in some], [samples[:60] for samples in of_all[:40]]
+    quarter, small = [samples[: len(samples) // 4] for samples in some], [samples[:60] for samples in some]
     with train.seeded(torch.device("cpu"), 0, "model"):
         cnn, convnet = (models.build(name, (1, 28, 28), 10) for name in ("cnn", "convnet"))
         encoder = models.build("resblocks", (1, 28, 28), 10, width=0.125, dropout=0.1)
@@ -158,8 +158,8 @@ def main(argv: list[str] | None = None) -> None:
 
     first = [samples[:64] for samples in some[:4]]
     groups = [
-        group(data, device, cnn, "cnn, batch 64", some, 1, 64),
-        group(data, device, cnn, "cnn, clients of 60, batch 16", small, 1, 16),
+        group(data, device, cnn, "cnn, batch 64", quarter, 5, 64),
+        group(data, device, cnn, "cnn, clients of 60, batch 16", small, 5, 16),
         group(data, device, convnet, "FedIIR, convnet, batch 64", first, 1, 64, iir),
         group(data, device, tokens, "UEFL, resblocks / 8, batch 64", quarter[:4], 1, 64, uefl.uefl_loss),
     ]

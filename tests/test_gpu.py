@@ -1,0 +1,53 @@
+"""What only a GPU can show; skipped where there is none."""
+
+import pytest
+import torch
+
+import fedavg
+import fediir
+import uefl
+from common.models import build
+from common.train import Trainer, get_weights, pick_device, pick_precision, seeded
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def full_precision(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.mark.parametrize("name", ["cnn", "convnet", "resblocks"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_training_on_a_gpu_is_training_on_a_cpu(tiny, name, optimizer, full_precision):
+    updates = []
+    for device in (CPU, GPU):
+        with seeded(CPU, 0, "model"):
+            model = build(name, (1, 8, 8), 3, width=0.125).to(device, memory_format=torch.channels_last)
+        options = {"seed": 0, "epochs": 1, "batch_size": 16, "lr": 0.01, "optimizer": optimizer}
+        trainer = Trainer(tiny, device, **options)
+        w = get_weights(model)
+        updates.append(trainer.local_updates(model, w, torch.tensor([0]), [tiny.train], 1)[1].cpu())
+        accuracy, loss = trainer.evaluate(model, w, [tiny.test])
+        assert accuracy.device.type == loss.device.type == device.type
+    error = (updates[0] - updates[1]).norm() / updates[0].norm()
+    assert error < (1e-4 if optimizer == "sgd" else 1e-2), "Adam divides by gradients that may be rounding errors"
+
+
+@pytest.mark.parametrize("method", [fedavg, fediir, uefl])
+def test_a_run_on_a_gpu(start, method):
+    flags = {
+        fedavg: "--clients 6 --participating 4 --sample 2 --rounds 2 --width 0.125",
+        fediir: "--clients 4 --rounds 2 --test-domain dark --width 0.125",
+        uefl: "--partition domain --width 0.125 --rounds 2 --later-rounds 1 --iterations 2",
+    }[method]
+    folder = start(method, f"{flags} --local-epochs 1 --device cuda --out run") / "run"
+    assert (folder / "model.pt").exists()
+    start(method, "--resume run --device cuda")
+
+
+def test_auto_takes_the_gpu_and_what_it_is_good_at():
+    assert pick_device("auto").type == "cuda"
+    assert pick_precision("auto", GPU) == ("bfloat16" if torch.cuda.is_bf16_supported(False) else "float32")
