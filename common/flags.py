@@ -33,6 +33,13 @@ def at_least(low: float, kind: type = int, most: float = float("inf")) -> Callab
     return number
 
 
+def angle(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an angle in degrees") from None
+
+
 def folder_name(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty: name a folder")
@@ -67,19 +74,21 @@ def parse(
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = _Parser(
-        description=doc.strip().splitlines()[0], formatter_class=_Help, allow_abbrev=False,
+        description=f"{doc.strip().splitlines()[0]} Defaults follow the data set: `--dataset mnist --help` shows those"
+        " of mnist, which are the paper's where it used it.", formatter_class=_Help, allow_abbrev=False,
         epilog=f"example: python {Path(sys.argv[0]).name} --dataset mnist --rounds 20 --out runs/first",
     )  # fmt: skip
     add = parser.add_argument_group("data").add_argument
     add("--dataset", default="glyphs", help=f"{', '.join(data.NAMES)}, or the path of a folder of images")
     add("--data-dir", default="data", help="where data sets are, or are downloaded to")
     add("--image-size", type=at_least(8), default=96, help="pixels to which a folder's images are scaled")
-    add("--rotate", type=float, nargs="+", metavar="DEGREES", help="deal the images into domains, one an angle")
+    add("--rotate", type=angle, nargs="+", metavar="DEGREES", help="deal the images into domains, one an angle")
     add("--test-domain", metavar="NAME", help="leave this domain out of training; it becomes the OOD test set")
     add = parser.add_argument_group("clients").add_argument
     kinds = ["dirichlet", "iid", "domain", "speaker", "silos"]
-    add("--partition", choices=kinds, help="who holds what (default: domain where there is a --rotate or --test-domain,"
-        " speaker for text, else dirichlet)")  # fmt: skip
+    add("--partition", choices=kinds, help="who holds what: label skew, equal shares, clients of one domain each, a"
+        " speaker each, or --silos (default: domain where there is a --rotate or --test-domain, speaker for text, the"
+        " paper's silos in uefl.py, else dirichlet)")  # fmt: skip
     add("--alpha", type=positive, default=0.1, help="concentration of the Dirichlet label skew; smaller is more skewed")
     add("--clients", type=at_least(1), help="N, all clients (default: 100, or one per domain)")
     add("--participating", type=at_least(1), help="M, clients that may be selected (default: 4 in 10, or all domains)")
@@ -91,7 +100,7 @@ def parse(
     add = parser.add_argument_group("model and training").add_argument
     add("--model", default="cnn", help=", ".join(models.NAMES))
     add("--width", type=positive, default=1.0, help="multiplies the channels of this project's own models")
-    add("--pretrained", nargs="?", const="imagenet", default="", metavar="FILE",
+    add("--pretrained", nargs="?", const="imagenet", metavar="FILE",
         help="start from ImageNet weights, downloaded or from FILE (resnet18, resnet50, vgg16)")  # fmt: skip
     add("--rounds", type=at_least(1), default=30, help="T, communication rounds")
     add("--local-epochs", type=at_least(1), default=5, help="E, passes over a client's data a round")
@@ -208,7 +217,7 @@ def initial_model(
     """The model that these flags ask for; every `member` has its own random weights, the same on any device."""
     with train.seeded(torch.device("cpu"), args.seed, "model", member):
         model = models.build(
-            args.model, tuple(dataset.x.shape[1:]), len(dataset.classes), args.width, pretrained=args.pretrained,
+            args.model, tuple(dataset.x.shape[1:]), len(dataset.classes), args.width, pretrained=args.pretrained or "",
             **model_options,
         )  # fmt: skip
     return model.to(device, memory_format=torch.channels_last)

@@ -132,7 +132,7 @@ MISTAKES = [
     (fedavg, "--seed -1", "--seed: -1 is out of range"),
     (fedavg, "--participating 0", "--participating: 0 is out of range"),
     (fedavg, "--alpha 0", "--alpha: 0 is out of range: above 0"),
-    (fedavg, "--rotate left", "'left'"),
+    (fedavg, "--rotate left", "'left' is not an angle"),
     (fedavg, "--device gpu", "--device gpu cannot be used"),
     (fedavg, "--precision float16", "--precision"),
     (fedavg, "--selection best", "--selection"),
