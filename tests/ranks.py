@@ -1,4 +1,7 @@
-"""What tests/test_ranks.py runs under torchrun: every method for three rounds on the tiny data set."""
+"""What tests run under torchrun: every method for three rounds on the tiny data set, or FedAvg for as many as one says.
+
+ranks.py FOLDER [ROUNDS]
+"""
 
 import os
 import sys
@@ -29,12 +32,17 @@ CALLS = {
 }
 
 
-def call(method) -> None:
-    sys.argv = [f"{method.__name__}.py", *CALLS[method].split(), "--out", method.__name__]
+def call(method, *more: str) -> None:
+    sys.argv = [f"{method.__name__}.py", *CALLS[method].split(), "--out", method.__name__, *more]
     method.main()
 
 
 if __name__ == "__main__":
-    os.chdir(sys.argv[1])
+    _, folder, *rounds = sys.argv
+    os.chdir(folder)
     common.data.load = lambda name, *args: make_tiny()
-    run.launch(lambda: [call(method) for method in CALLS])
+    if rounds:
+        run.SAVE_EVERY = 0
+        run.launch(lambda: call(fedavg, "--rounds", *rounds))
+    else:
+        run.launch(lambda: [call(method) for method in CALLS])

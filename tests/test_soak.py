@@ -6,12 +6,15 @@ pytest -m soak -s          # hypothesis, for the last of them, comes with: pip i
 import io
 import json
 import multiprocessing
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +28,7 @@ from common import UserError, run
 from common.data import image_folder, plays
 
 pytestmark = pytest.mark.soak
-KILLS = 20
+HERE, KILLS = Path(__file__).parent, 20
 fork = multiprocessing.get_context("fork")  # a child starts with everything imported
 
 
@@ -101,25 +104,41 @@ def test_a_full_disk_ends_the_run_and_resume_goes_on(tmp_path, size):
         subprocess.run(["umount", disk], check=True)
 
 
+def test_a_rank_that_dies_ends_the_run_and_its_checkpoint_is_good(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {"PYTHONPATH": f"{HERE.parent}:{HERE}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "said", "w") as said:
+        both = subprocess.Popen([*torchrun, HERE / "ranks.py", tmp_path, "100000"], env=env, stderr=said)
+    while not (tmp_path / "fedavg/checkpoint.before.pt").exists():
+        assert both.poll() is None, (tmp_path / "said").read_text()
+        time.sleep(0.1)
+    ranks = subprocess.run(["pgrep", "-P", str(both.pid)], capture_output=True, text=True).stdout.split()
+    began = time.monotonic()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    assert both.wait(60) != 0 and "SIGKILL" in (tmp_path / "said").read_text()
+    print(f"a rank died: the run ended after {time.monotonic() - began:.0f} s")
+    state = run._read_checkpoint(tmp_path / "fedavg/checkpoint.pt", "fedavg", torch.device("cpu"))
+    assert state["round"] > 1 and state["w"].isfinite().all()
+
+
 def fuzz(read, strategy, seconds):
     """Calls read(example) for so many seconds; anything but success or UserError is a failure."""
     hypothesis = pytest.importorskip("hypothesis")
     found, until = {"read": 0, "refused": 0}, time.monotonic() + seconds
 
     @hypothesis.settings(
-        max_examples=10**6, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+        max_examples=300, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
     )
     @hypothesis.given(strategy)
     def once(example):
-        if time.monotonic() > until:
-            return
         try:
             read(example)
             found["read"] += 1
         except UserError:
             found["refused"] += 1
 
-    once()
+    while time.monotonic() < until:
+        once()
     print(f"{read.__name__}: {found}")
     assert min(found.values()) > 0
 
