@@ -95,11 +95,15 @@ def bare_loop(
 
 def group(
     data: Dataset, device: torch.device, model: nn.Module, name: str, clients: list[Tensor], epochs: int, batch: int,
-    loss_fn: train.LossFn = train.cross_entropy,
+    loss_fn: train.LossFn = train.cross_entropy, by_hand: nn.Module | None = None,
 ) -> list[Row]:  # fmt: skip
-    """Local training of these clients by the bare loop and by this project, in each precision and on all ranks."""
+    """Local training of these clients by the bare loop and by this project, in each precision and on all ranks.
+
+    by_hand  the model as it is usually written, if not like `model`
+    """
     x, y = (data.x.float() / 127.5 - 1).to(device), data.y.to(device)
-    by_hand, ours = copy.deepcopy(model).to(device), model.to(device, memory_format=torch.channels_last)
+    by_hand = copy.deepcopy(by_hand or model).to(device)
+    ours = model.to(device, memory_format=torch.channels_last)
     work = epochs * sum(map(len, clients))
     on_device = [samples.to(device) for samples in clients]
     rows = [Row(f"{name}: bare loop", work, partial(bare_loop, by_hand, x, y, on_device, epochs, batch, loss_fn))]
@@ -151,6 +155,7 @@ def main(argv: list[str] | None = None) -> None:
     with train.seeded(torch.device("cpu"), 0, "model"):
         cnn, convnet = (models.build(name, (1, 28, 28), 10) for name in ("cnn", "convnet"))
         encoder = models.build("resblocks", (1, 28, 28), 10, width=0.125, dropout=0.1)
+    relu_first = nn.Sequential(*(cnn.features[i] for i in (0, 2, 1, 3, 5, 4)), *cnn.classifier)
     codebook = uefl.ExtensibleCodebook(64, 64, segments=8)
     tokens = uefl.UEFL(encoder.features, codebook, encoder.classifier, token_norm=True)
     gradient = torch.zeros(sum(p.numel() for p in convnet.classifier.parameters()), device=device)
@@ -158,8 +163,8 @@ def main(argv: list[str] | None = None) -> None:
 
     first = [samples[:64] for samples in some[:4]]
     groups = [
-        group(data, device, cnn, "cnn, batch 64", quarter, 5, 64),
-        group(data, device, cnn, "cnn, clients of 60, batch 16", small, 5, 16),
+        group(data, device, cnn, "cnn, batch 64", quarter, 5, 64, by_hand=relu_first),
+        group(data, device, cnn, "cnn, clients of 60, batch 16", small, 5, 16, by_hand=relu_first),
         group(data, device, convnet, "FedIIR, convnet, batch 64", first, 1, 64, iir),
         group(data, device, tokens, "UEFL, resblocks / 8, batch 64", quarter[:4], 1, 64, uefl.uefl_loss),
     ]

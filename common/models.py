@@ -87,10 +87,13 @@ def head(size: int, hidden: int | None, classes: int, activation: nn.Module | No
 
 
 def _cnn(channels: int, scaled) -> nn.Sequential:
-    """McMahan et al. 2017: two 5x5 convolutions, each with 2x2 pooling; linear 512 and linear make its classifier."""
+    """McMahan et al. 2017: two 5x5 convolutions, each with 2x2 pooling; linear 512 and linear make its classifier.
+
+    Pooling before ReLU is the same function, with a quarter of the work for ReLU.
+    """
     return nn.Sequential(
-        nn.Conv2d(channels, scaled(32), 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(scaled(32), scaled(64), 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(channels, scaled(32), 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
+        nn.Conv2d(scaled(32), scaled(64), 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
     )  # fmt: skip
 
 

@@ -74,3 +74,30 @@ def test_who_is_left_out(tiny, trainer, poison):
     assert who.tolist() == [0, 2] and len(updates) == len(losses) == 2 and trainer.left_out == 1
     alone = trainer.local_updates(model, get_weights(model), torch.tensor([2]), samples, 1)[1]
     assert updates.isfinite().all() and alone.isfinite().all()
+
+
+GLYPHS = "--clients 10 --participating 10 --partition iid --local-epochs 2 --width 0.5 --rounds 8 "
+FONTS = "--clients 10 --no-compare "
+LEARN_GLYPHS = {
+    fedavg: GLYPHS + "--sample 5",
+    entropy_weighting: GLYPHS + "--sample 5",
+    minimax_select: GLYPHS + "--sample 5",
+    convex_hull_select: GLYPHS + "--hull-dim 2",
+    fediir: FONTS + "--sample 5 --rounds 12",
+    uefl: FONTS + "--partition domain --sample 5 --local-epochs 3 --rounds 5 --later-rounds 3 --iterations 2",
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", LEARN_GLYPHS)
+def test_on_glyphs_a_client_that_returns_nan_costs_at_most_two_points(method, poison, tmp_path, monkeypatch):
+    accuracy = {}
+    for name in ("clean", "poisoned"):
+        if name == "poisoned":
+            poison([3], torch.nan)
+        monkeypatch.setattr("sys.argv", [f"{method.__name__}.py"])
+        method.main([*LEARN_GLYPHS[method].split(), "--out", str(tmp_path / name)])
+        rows = run.read_metrics(tmp_path / name / "metrics.csv")
+        accuracy[name] = sum(float(row["id_accuracy"]) for row in rows[-3:]) / 3
+    print(f"{method.__name__}: {accuracy['clean']:.3f} clean, {accuracy['poisoned']:.3f} with one client in ten NaN")
+    assert accuracy["poisoned"] >= accuracy["clean"] - 0.02

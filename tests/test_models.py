@@ -94,3 +94,11 @@ def test_grey_images_go_through_pretrained_weights(tmp_path):
 def test_what_does_not_fit_is_refused(arguments, says):
     with pytest.raises(UserError, match=says):
         build(*arguments)
+
+
+def test_pooling_before_relu_is_the_cnn_of_the_paper():
+    model = build("cnn", (1, 28, 28), 10, width=0.25)
+    conv1, pool1, relu1, conv2, pool2, relu2 = model.features
+    x = torch.rand(3, 1, 28, 28)
+    paper = pool2(relu2(conv2(pool1(relu1(conv1(x))))))
+    assert torch.equal(model.features(x), paper)
