@@ -1,3 +1,4 @@
+import functools
 import sys
 
 import numpy as np
@@ -25,6 +26,14 @@ def make_tiny(n_train=120, n_test=60, size=8) -> Dataset:
         "tiny", torch.from_numpy(x).to(torch.uint8), torch.from_numpy(y), torch.arange(n_train),
         torch.arange(n_train, n), ["a", "b", "c"], torch.from_numpy(domain), ["light", "dark"],
     )  # fmt: skip
+
+
+drawn = functools.cache(common.data.glyphs)
+
+
+@pytest.fixture(autouse=True)
+def glyphs_are_drawn_once(monkeypatch):
+    monkeypatch.setattr(common.data, "glyphs", drawn)
 
 
 @pytest.fixture
