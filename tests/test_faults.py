@@ -84,7 +84,8 @@ LEARN_GLYPHS = {
     minimax_select: GLYPHS + "--sample 5",
     convex_hull_select: GLYPHS + "--hull-dim 2",
     fediir: FONTS + "--sample 5 --rounds 12",
-    uefl: FONTS + "--partition domain --sample 5 --local-epochs 3 --rounds 5 --later-rounds 3 --iterations 2",
+    uefl: FONTS
+    + "--partition iid --participating 10 --sample 5 --local-epochs 3 --rounds 5 --later-rounds 3 --iterations 2",
 }
 
 
