@@ -153,7 +153,8 @@ ROTATED = {**PAPER, "rotate": [0, 15, 30, 45, 60, 75], "test_domain": "0", "mode
            "batch_size": 64, "gamma": 1e-2}  # fmt: skip
 SETTINGS = {
     "glyphs": {**PAPER, "test_domain": "mono", "clients": 12, "model": "convnet", "width": 0.125, "lr": 0.05,
-               "momentum": 0.9, "batch_size": 32, "gamma": 1e-2, "rounds": 20},
+               "momentum": 0.9, "batch_size": 32, "gamma": 1e-2, "rounds": 18,
+               "validate_every": 2},
     "mnist": ROTATED,
     "fmnist": ROTATED,
     "emnist": ROTATED,

@@ -183,7 +183,6 @@ def open_folder(args: argparse.Namespace, folder: Path | None = None) -> Path:
     Raises UserError where there is one already, unless the run is to be resumed.
     """
     folder = folder or folder_of(args)
-    _opened.append(folder)
     if train.RANK > 0:
         return folder
     if folder.exists() and not folder.is_dir():
@@ -199,6 +198,7 @@ def open_folder(args: argparse.Namespace, folder: Path | None = None) -> Path:
     }  # fmt: skip
     (folder / "args.part").write_text(json.dumps(about, indent=1) + "\n")
     (folder / "args.part").replace(folder / "args.json")
+    _opened.append(folder)
     return folder
 
 
