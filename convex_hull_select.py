@@ -8,7 +8,7 @@ points' convex hull: what they span covers what clients that never train might s
      1  before round 1 all participating clients train from w_0          newcomers
         and upload g_0^i
      2  for round t = 1 .. T                                             args.rounds
-     3      I_t = Convex Hull(table), by quickhull                       hull_vertices()
+     3      I_t = Convex Hull(table), by quickhull                       principal_components(), vertices_of()
      4      for client i in I_t in parallel
      5          w_t^i = LocalSolver(w_t, S_i, eta);  g_t^i = w_t - w_t^i  trainer.local_updates
      7      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                server.average()
@@ -28,7 +28,7 @@ Where the paper is silent, and what it does not say decides much
 5. Interior, table 1's ablation, draws as many clients that are no vertices as there are vertices, or all such clients
    where there are fewer. Where there are none, the run stops.
 6. Clients that leave and come back ("client churn"): --churn is the probability with which each is away in a round.
-   Who was never there before trains once from the current w to enter the table, and can be selected at once.
+   Who has sent nothing that can be used yet trains from the current w to enter the table, and can be selected at once.
 7. Noisy clients (figure 7): --label-noise with --trim, the trimmed mean, whose average has no weights. Of K selected
    it cuts int(trim K) at either end.
 8. Event-triggered uploads (section IV-B, "communication and computation cost"): with --event-threshold a selected
@@ -65,7 +65,10 @@ def principal_components(products: Tensor, dim: int, scale: bool = True) -> Tens
 
 
 def hull_vertices(gradients: Tensor, dim: int, scale: bool = True) -> Tensor:
-    """Rows of gradients [M, P] that are vertices of the hull in `dim` principal components: ascending, int64."""
+    """Rows of gradients [M, P] that are vertices of the hull in `dim` principal components: ascending, int64.
+
+    Line 3 in one call, for other projects; main() has the inner products already.
+    """
     return vertices_of(principal_components(gradients @ gradients.T, dim, scale))
 
 

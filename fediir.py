@@ -125,6 +125,11 @@ def federate(args, trainer: train.Trainer, model: nn.Module, w: Tensor, clients:
     for t in log.rounds(state, args.rounds):  # line 2
         selected = splits.draw(clients.participating, args.sample, random_at(args.seed, "select", t))  # line 3
         gradients, risks = client_gradients(trainer, model, state["w"], [clients.train[k] for k in selected])
+        usable = torch.isfinite(gradients.sum(1) + risks)
+        if not usable.any():
+            raise UserError(f"training diverged in round {t}: lower --lr")
+        trainer.left_out += int((~usable).sum())
+        selected, gradients, risks = selected[usable.cpu()], gradients[usable], risks[usable]
         mean = gradients.mean(0)  # line 4
         state["g"] = moving_average(state["g"], mean, args.ema)
         selected, updates, losses = trainer.local_updates(

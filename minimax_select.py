@@ -25,7 +25,7 @@ Where the paper is silent or unclear
 5. Event-triggered uploads (section IV-B, "communication and computation cost"): with --event-threshold a selected
    client whose g moved by less than this share of its norm uploads nothing, and the server goes on with its old g.
 6. Clients that leave and come back ("client churn"): --churn is the probability with which each is away in a round.
-   Who was never there before trains once from the current w to enter the table, and can be selected at once.
+   Who has sent nothing that can be used yet trains from the current w to enter the table, and can be selected at once.
    S* is taken among those present; where fewer than K are, all of them train.
 7. Noisy clients (figure 7): --label-noise with --trim, the trimmed mean, whose average has no weights.
 8. Compared with (table 1): fedavg.py with --weighting equal and --selection random, full or power_of_choice.

@@ -23,7 +23,6 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -63,7 +62,7 @@ def timed(groups: list[list[Row]], repetitions: int, device: torch.device) -> li
         for group, times in zip(groups, taken, strict=True):
             for row, of_row in zip(group, times, strict=True):
                 if train.RANKS > 1:
-                    dist.barrier()
+                    train.meet()
                 began = time.perf_counter()
                 if row.together:
                     row.call()
@@ -144,6 +143,7 @@ def main(argv: list[str] | None = None) -> None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         os.execv(sys.executable, [*torchrun, "-m", "common.bench", *sys.argv[1:]])
     device = train.pick_device("auto")
+    torch.set_num_threads(max(1, CORES // train.RANKS))
 
     rng, torch_rng = np.random.default_rng(0), torch.Generator().manual_seed(0)
     y = torch.randint(10, (60_000,), generator=torch_rng)
@@ -197,8 +197,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.csv:
             with open(args.csv, "w", newline="") as f:
                 csv.writer(f, lineterminator="\n").writerows([header, *rows])
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    train.leave()
 
 
 if __name__ == "__main__":

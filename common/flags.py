@@ -215,7 +215,7 @@ def initial_model(
     args: argparse.Namespace, dataset: data.Dataset, device: torch.device, member: int = 0, **model_options
 ) -> models.Classifier:
     """The model that these flags ask for; every `member` has its own random weights, the same on any device."""
-    with train.seeded(torch.device("cpu"), args.seed, "model", member):
+    with train.first_rank_first(), train.seeded(torch.device("cpu"), args.seed, "model", member):
         model = models.build(
             args.model, tuple(dataset.x.shape[1:]), len(dataset.classes), args.width, pretrained=args.pretrained or "",
             **model_options,

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torchvision
 from torch import Tensor
@@ -24,6 +23,7 @@ from common import UserError, first_line, train
 from common.splits import Clients
 from common.train import Trainer
 
+VERSION = 2  # of what checkpoint.pt and metrics.csv hold
 SAVE_EVERY = 10  # seconds between two checkpoints, at least
 CHECKPOINTS = ["checkpoint.pt", "checkpoint.before.pt"]  # the newest, and the one before
 COLUMNS = ["round", "seconds", "train_loss", "id_accuracy", "ood_accuracy", "selected", "left_out"]
@@ -57,6 +57,7 @@ class Run:
         if args.resume and checkpoints:
             _opened.append(self.folder)
             self.state = _read_checkpoint(checkpoints[0], self.method, trainer.device)
+            train.meet()  # before the first rank writes the next one
         else:
             open_folder(args, self.folder)
         self._open_metrics(self.state["round"] if self.state else 0)
@@ -127,13 +128,7 @@ class Run:
         """Writes the checkpoint and keeps the one before; a run stopped meanwhile finds one of the two."""
         began, part = time.monotonic(), self.folder / "checkpoint.part"
         newest, before = (self.folder / name for name in CHECKPOINTS)
-        try:
-            with open(part, "wb") as f:
-                torch.save({"version": 1, "method": self.method, **state}, f)
-                f.flush()
-                os.fsync(f.fileno())
-        except RuntimeError as e:  # torch's word for a full disk
-            raise OSError(f"{part} cannot be written ({first_line(e)})") from e
+        _write(part, {"version": VERSION, "method": self.method, **state})
         if newest.exists():
             newest.replace(before)
         part.replace(newest)
@@ -150,7 +145,7 @@ class Run:
         train.set_weights(model, w)
         if train.RANK == 0:
             self.save(state)
-            torch.save(model.state_dict(), self.folder / "model.part")
+            _write(self.folder / "model.part", model.state_dict())
             (self.folder / "model.part").replace(self.folder / "model.pt")
 
     def report(self, title: str) -> None:
@@ -202,6 +197,17 @@ def open_folder(args: argparse.Namespace, folder: Path | None = None) -> Path:
     return folder
 
 
+def _write(file: Path, content: dict) -> None:
+    """Saves what is in `content`, down to the disk. Raises OSError where it does not fit."""
+    try:
+        with open(file, "wb") as f:
+            torch.save(content, f)
+            f.flush()
+            os.fsync(f.fileno())
+    except RuntimeError as e:  # torch's word for a full disk
+        raise OSError(f"{file} cannot be written ({first_line(e)})") from e
+
+
 def _cell(value) -> str:
     if value is None:
         return ""
@@ -225,7 +231,7 @@ def _read_checkpoint(file: Path, method: str, device: torch.device) -> dict:
         before = file.with_name(CHECKPOINTS[1])
         advice = f"remove it, to go on from {before.name}" if before.exists() and before != file else "start a new run"
         raise UserError(f"{file} is not a checkpoint that can be read (damaged, or something else): {advice}") from e
-    if version != 1:
+    if version != VERSION:
         raise UserError(f"{file} was written by another version of this project")
     if writer != method:
         raise UserError(f"{file} was written by {writer}.py, not by {method}.py")
@@ -249,17 +255,20 @@ def launch(main: Callable[[], None]) -> None:
     try:
         with redirect_stdout(open(os.devnull, "w") if train.RANK > 0 else sys.stdout):
             main()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        train.leave()
     except UserError as e:
         code, message = 2, str(e)
     except OSError as e:
         code, message = 1, f"{e}; once that is mended, --resume {_opened[0]} goes on" if _opened else str(e)
     except KeyboardInterrupt:
         code, message = 130, f"stopped; --resume {_opened[0]} goes on" if _opened else "stopped before it began"
+    except RuntimeError:
+        if train.RANK > 0:
+            time.sleep(3)  # another rank may have left, having told why: then torchrun ends this one meanwhile
+        raise
     else:
         return
     if train.RANK > 0:
-        time.sleep(3)  # meanwhile torchrun ends this rank if the first one has found the same
+        time.sleep(3)  # likewise
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""How clients learn and a server averages. The only module that knows of devices, precision and processes.
+"""How clients learn and a server averages. Devices, precision and processes are its business; others ask for RANK.
 
 A model travels as one vector w [P]: its parameters in their order, then its floating-point buffers (the statistics
 of batch norm). A client's upload is a row of G [K, P], row i = w - w_i, so that a server's step reads as in the
@@ -6,7 +6,7 @@ papers: w = w - alpha @ G.
 
 Under `torchrun --nproc-per-node N` each of N processes (ranks) runs the whole program. A round's clients are shared out
 among them, so are the samples of an evaluation; what they found is exchanged, and each takes the same server's step.
-Only the first rank writes and prints.
+Only the first rank writes and prints. Each takes the server's decisions for itself, so their machines must be alike.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ import heapq
 import os
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,9 @@ RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 def keep_freed_memory() -> None:
     """Tells glibc to keep what is freed, for otherwise each batch maps its buffers anew; elsewhere does nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 1 << 30)
+    if mallopt and (
+        mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, 1 << 25)
+    ):  # old ones allow the latter
         mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
@@ -46,9 +48,12 @@ def pick_device(name: str) -> torch.device:
     found = "cuda" if name == "auto" and torch.cuda.is_available() else "cpu" if name == "auto" else name
     if found == "cuda" and RANKS > 1:
         found = f"cuda:{os.environ['LOCAL_RANK']}"
+        if int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
+            raise UserError(
+                f"--nproc-per-node is more than the {torch.cuda.device_count()} GPUs: lower it, or --device cpu"
+            )
     try:
-        device = torch.device(found)
-        torch.empty(1, device=device)
+        device = torch.empty(1, device=found).device  # cuda becomes cuda:0
     except (RuntimeError, AssertionError) as e:
         raise UserError(f"--device {name} cannot be used ({first_line(e)}): choose auto or cpu") from e
     if device.type == "cuda":
@@ -60,7 +65,14 @@ def pick_device(name: str) -> torch.device:
 def join() -> None:
     """Lets the ranks find each other, if there are several."""
     if RANKS > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(days=7))  # a client's local epochs may take hours
+
+
+def meet() -> None:
+    """Waits for all ranks."""
+    if RANKS > 1:
+        dist.all_reduce(torch.zeros(1))
 
 
 @contextmanager
@@ -68,10 +80,16 @@ def first_rank_first():
     """What is inside, the first rank does before the others do: it downloads a data set, and they find it."""
     join()
     if RANK > 0:
-        dist.all_reduce(torch.zeros(1))
+        meet()
     yield
-    if RANK == 0 and RANKS > 1:
-        dist.all_reduce(torch.zeros(1))
+    if RANK == 0:
+        meet()
+
+
+def leave() -> None:
+    """The end of what join() began."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def pick_precision(name: str, device: torch.device) -> str:
@@ -187,12 +205,12 @@ class Trainer:
         mean training loss [K]. A client whose update or loss is not finite is left out and counted in self.left_out.
         Raises UserError where fewer than `needed` are left.
         """
-        clients = clients.tolist()
-        updates = torch.empty(len(clients), len(w), device=self.device)
-        losses = torch.empty(len(clients), device=self.device)
-        owner = share_out([len(samples[client]) for client in clients], RANKS)
+        ids = clients.tolist()
+        updates = torch.empty(len(ids), len(w), device=self.device)
+        losses = torch.empty(len(ids), device=self.device)
+        owner = share_out([len(samples[client]) for client in ids], RANKS)
         share = 1 / max(1, owner.count(RANK)) / self.epochs
-        for i, client in enumerate(clients):
+        for i, client in enumerate(ids):
             if owner[i] != RANK:
                 continue
             set_weights(model, w)
@@ -202,10 +220,9 @@ class Trainer:
                 losses[i] = self._train(model, samples[client], round, client, loss_fn, lambda: progress(share))
             torch.sub(w, get_weights(model), out=updates[i])
         if RANKS > 1:
-            for i in range(len(clients)):
+            for i in range(len(ids)):
                 dist.broadcast(updates[i], src=owner[i])
                 dist.broadcast(losses[i : i + 1], src=owner[i])
-        clients = torch.tensor(clients)
         usable = torch.isfinite(updates.sum(1) + losses)
         if usable.all():
             return clients, updates, losses
@@ -267,10 +284,10 @@ class Trainer:
         set_weights(model, w)
         model.eval()
         mine = samples.tensor_split(RANKS)[RANK].to(self.device)
-        chunks, counts = (mine.split(self.chunk), 1) if len(mine) else ([samples[:1].to(self.device)], 0)
+        chunks, has_any = (mine.split(self.chunk), True) if len(mine) else ([samples[:1].to(self.device)], False)
         with self.autocast():
             sums = [function(model, self.batch(p), self.y[p]).float() * len(p) for p in chunks]
-        total = torch.stack(sums).sum(0) * counts
+        total = torch.stack(sums).sum(0) * has_any
         if RANKS > 1:
             dist.all_reduce(total)
         return total / len(samples)

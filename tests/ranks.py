@@ -17,7 +17,7 @@ import minimax_select
 import uefl
 from common import run
 
-SMALL = "--width 0.125 --local-epochs 2 --batch-size 8 --precision float32 "
+SMALL = "--width 0.125 --local-epochs 2 --batch-size 8 --device cpu --precision float32 "
 SKEWED = SMALL + "--model cnn --clients 8 --participating 6 --alpha 1 --rounds 3 "
 TURNED = SMALL + "--rotate 0 90 180 "
 CALLS = {

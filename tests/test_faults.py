@@ -59,6 +59,21 @@ def test_one_client_in_ten_that_returns_nan_costs_little(start, method, poison, 
     assert all("3" not in row["selected"].split() for row in poisoned)
 
 
+def test_a_classifier_gradient_that_is_nan_is_left_out(start, monkeypatch):
+    gradients = fediir.client_gradients
+
+    def poisoned(trainer, model, w, samples):
+        found, risks = gradients(trainer, model, w, samples)
+        if len(samples) == 5:  # those of the selected, not those of all
+            found[0] = torch.nan
+        return found, risks
+
+    monkeypatch.setattr(fediir, "client_gradients", poisoned)
+    rows = run.read_metrics(start(fediir, LEARN[fediir] + " --out run") / "run/metrics.csv")
+    assert {row["left_out"] for row in rows} == {"1"} and {len(row["selected"].split()) for row in rows} == {4}
+    assert float(rows[-1]["id_accuracy"]) > 0.9
+
+
 def test_nobodys_upload_can_be_used(start, poison):
     poison(range(10), torch.inf)
     for method in (fedavg, minimax_select):

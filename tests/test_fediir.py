@@ -113,7 +113,7 @@ def test_alignment_is_the_cosine():
 
 
 def test_gamma_0_is_fedavg(start):
-    folder = start(fediir, CUT + "--gamma 0 --no-compare --out fediir")
+    folder = start(fediir, CUT + "--gamma 0 --no-compare --validate-every 1 --out fediir")
     start(fedavg, CUT + "--partition domain --weighting equal --out fedavg")
     mine, theirs = (torch.load(folder / name / "checkpoint.pt")["w"] for name in ("fediir", "fedavg"))
     assert torch.equal(mine, theirs)
@@ -122,7 +122,7 @@ def test_gamma_0_is_fedavg(start):
 
 
 def test_the_chosen_model_is_the_first_with_the_best_validation_accuracy(start, capsys):
-    folder = start(fediir, CUT + "--out run --rounds 6 --gamma 0.1") / "run"
+    folder = start(fediir, CUT + "--validate-every 1 --out run --rounds 6 --gamma 0.1") / "run"
     found = rows(folder)
     validation = [float(r["id_accuracy"]) for r in found]
     best = validation.index(max(validation))
@@ -186,3 +186,9 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(start, monkeypatch):
     start(fediir, "--resume cut")
     for name in ("model.pt", "fedavg/model.pt"):
         assert (folder / "cut" / name).read_bytes() == (folder / "whole" / name).read_bytes()
+
+
+def test_it_is_validated_now_and_then_and_after_the_last_round(start):
+    found = rows(start(fediir, CUT + "--rounds 5 --validate-every 2 --no-compare --out run") / "run")
+    assert [r["round"] for r in found if r["id_accuracy"]] == ["2", "4", "5"]
+    assert all(bool(r["id_accuracy"]) == bool(r["ood_accuracy"]) for r in found)

@@ -109,14 +109,17 @@ def test_a_rank_that_dies_ends_the_run_and_its_checkpoint_is_good(tmp_path):
     env = {"PYTHONPATH": f"{HERE.parent}:{HERE}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     with open(tmp_path / "said", "w") as said:
         both = subprocess.Popen([*torchrun, HERE / "ranks.py", tmp_path, "100000"], env=env, stderr=said)
-    while not (tmp_path / "fedavg/checkpoint.before.pt").exists():
-        assert both.poll() is None, (tmp_path / "said").read_text()
-        time.sleep(0.1)
-    ranks = subprocess.run(["pgrep", "-P", str(both.pid)], capture_output=True, text=True).stdout.split()
-    began = time.monotonic()
-    os.kill(int(ranks[-1]), signal.SIGKILL)
-    assert both.wait(60) != 0 and "SIGKILL" in (tmp_path / "said").read_text()
-    print(f"a rank died: the run ended after {time.monotonic() - began:.0f} s")
+    try:
+        while not (tmp_path / "fedavg/checkpoint.before.pt").exists():
+            assert both.poll() is None, (tmp_path / "said").read_text()
+            time.sleep(0.1)
+        ranks = subprocess.run(["pgrep", "-P", str(both.pid)], capture_output=True, text=True).stdout.split()
+        began = time.monotonic()
+        os.kill(int(ranks[-1]), signal.SIGKILL)
+        assert both.wait(60) != 0 and "SIGKILL" in (tmp_path / "said").read_text()
+        print(f"a rank died: the run ended after {time.monotonic() - began:.0f} s")
+    finally:
+        both.kill()
     state = run._read_checkpoint(tmp_path / "fedavg/checkpoint.pt", "fedavg", torch.device("cpu"))
     assert state["round"] > 1 and state["w"].isfinite().all()
 

@@ -151,9 +151,15 @@ def test_similarities_stay_true_under_updates_of_a_few_rows_and_cost_their_produ
     assert torch.allclose(server.cosines(products).float(), cosines(table), atol=1e-6)
 
 
-def test_a_client_without_a_gradient_is_not_what_minimax_looks_for():
-    gradients = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
-    assert server.cosines(gradients @ gradients.T).tolist() == [[1, 1], [1, 1]]
+def test_a_client_without_a_gradient_changes_no_selection(rng):
+    gradients = torch.from_numpy(rng.standard_normal((6, 4)))
+    gradients[2] = 0
+    state = {"seen": [True] * 6, "products": gradients @ gradients.T}
+    rows = server.known(state, torch.arange(6))
+    assert rows.tolist() == [0, 1, 3, 4, 5]
+    others = server.cosines(state["products"][rows][:, rows])
+    assert torch.allclose(others, cosines(gradients[rows])) and server.cosines(state["products"])[2].tolist() == [0] * 6
+    assert server.known({"seen": [True, False], "products": torch.zeros(2, 2)}, torch.arange(2)).tolist() == [0]
 
 
 @pytest.mark.parametrize(("dtype", "size", "error"), [("bfloat16", 0, 2**-8), ("float32", 4096, 4 / 64)])
