@@ -159,7 +159,7 @@ ROTATED = {**PAPER, "rotate": [0, 15, 30, 45, 60, 75], "test_domain": "0", "mode
 SETTINGS = {
     "glyphs": {**PAPER, "test_domain": "mono", "clients": 12, "model": "convnet", "width": 0.125, "lr": 0.05,
                "momentum": 0.9, "batch_size": 32, "gamma": 1e-2, "rounds": 18,
-               "validate_every": 2},
+               "validate_every": 2, "precision": "auto"},
     "mnist": ROTATED,
     "fmnist": ROTATED,
     "emnist": ROTATED,

@@ -300,8 +300,7 @@ PAPER = {
 }  # fmt: skip
 SETTINGS = {
     "glyphs": {**PAPER, "silos": [3, 1, 1], "silo_size": 500, "width": 0.0625, "segments": 8, "commitment": 0.1,
-               "lr": 2e-3, "batch_size": 32, "local_epochs": 6, "rounds": 3, "later_rounds": 2, "iterations": 3,
-               "precision": "float32"},  # what bfloat16 does to it: results/speed.md
+               "lr": 2e-3, "batch_size": 32, "local_epochs": 6, "rounds": 3, "later_rounds": 2, "iterations": 3},
     "mnist": {**PAPER, "codebook_size": 32, "gamma": 0.3},
     "fmnist": PAPER,
     "emnist": PAPER,

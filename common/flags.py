@@ -111,7 +111,7 @@ def parse(
     add = parser.add_argument_group("run").add_argument
     add("--seed", type=at_least(0), default=0, help="of every random draw")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
-    add("--precision", choices=["auto", "float32", "bfloat16"], default="auto",
+    add("--precision", choices=["float32", "bfloat16", "auto"], default="float32",
         help="bfloat16 is autocast; auto takes it where the device has it in hardware")  # fmt: skip
     add("--out", type=folder_name, metavar="DIR", help="the run's folder (default: a new one under runs/)")
     add("--resume", metavar="DIR", help="continue the run in this folder, with its flags")
