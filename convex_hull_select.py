@@ -5,7 +5,7 @@ The server keeps each participating client's latest g = w - w_i, and in each rou
 points' convex hull: what they span covers what clients that never train might send.
 
     Algorithm 2                                                          in the code
-     1  before round 1 all participating clients train from w_0          newcomers
+     1  before round 1 all participating clients train from w_0          server.arrive()
         and upload g_0^i
      2  for round t = 1 .. T                                             args.rounds
      3      I_t = Convex Hull(table), by quickhull                       principal_components(), vertices_of()
@@ -120,15 +120,7 @@ def main(argv: list[str] | None = None) -> None:
     state = log.state or {"round": 0, "w": w, "frames": {}, **table}
 
     for t in log.rounds(state, args.rounds):  # line 2
-        here = server.present(torch.arange(len(everyone)), args.churn, random_at(args.seed, "churn", t))
-        newcomers = torch.tensor([i for i in here.tolist() if not state["seen"][i]], dtype=torch.long)
-        if len(newcomers):  # line 1
-            with log.besides(f"{len(newcomers)} clients enter the table", len(newcomers) / args.sample) as tick:
-                joined, updates, _ = trainer.local_updates(
-                    model, state["w"], everyone[newcomers], clients.train, 0, progress=tick, needed=0
-                )
-            server.enter(state, torch.searchsorted(everyone, joined), updates, args.seed)
-        here = server.known(state, here)
+        here = server.arrive(state, t, args, log, trainer, model, clients)  # line 1
         products = state["products"][here][:, here].cpu()
         vertices = vertices_of(principal_components(products, args.hull_dim, not args.raw))  # line 3
         rng = random_at(args.seed, "select", t)

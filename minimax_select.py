@@ -5,7 +5,7 @@ The server keeps each participating client's latest g = w - w_i, and in each rou
 neighbour among the others, by cosine similarity, is farthest away.
 
     Algorithm 2, with Algorithm 1 in line 3                              in the code
-     1  before round 1 all participating clients train from w_0          newcomers
+     1  before round 1 all participating clients train from w_0          server.arrive()
         and upload g_0^i
      2  for round t = 1 .. T                                             args.rounds
      3      I_t = MinimaxSim(table, K):                                  minimax_select()
@@ -41,7 +41,7 @@ Where the paper is silent or unclear
 import torch
 from torch import Tensor
 
-from common import UserError, flags, plots, random_at, run, server, train
+from common import UserError, flags, plots, run, server, train
 
 
 def nearest(similarity: Tensor) -> Tensor:
@@ -94,16 +94,9 @@ def main(argv: list[str] | None = None) -> None:
     plots.partition(log.folder / "partition.png", data, clients)
     state = log.state or {"round": 0, "w": w, **table}
     select = minimax_select if args.selection == "minimax" else maxsim_select
+
     for t in log.rounds(state, args.rounds):  # line 2
-        here = server.present(torch.arange(len(everyone)), args.churn, random_at(args.seed, "churn", t))
-        newcomers = torch.tensor([i for i in here.tolist() if not state["seen"][i]], dtype=torch.long)
-        if len(newcomers):  # line 1
-            with log.besides(f"{len(newcomers)} clients enter the table", len(newcomers) / args.sample) as tick:
-                joined, updates, _ = trainer.local_updates(
-                    model, state["w"], everyone[newcomers], clients.train, 0, progress=tick, needed=0
-                )
-            server.enter(state, torch.searchsorted(everyone, joined), updates, args.seed)
-        here = server.known(state, here)
+        here = server.arrive(state, t, args, log, trainer, model, clients)  # line 1
         similarity = server.cosines(state["products"][here][:, here].cpu())
         chosen = here[select(similarity, args.sample)]  # line 3
         selected, updates, losses = trainer.local_updates(

@@ -61,8 +61,7 @@ def timed(groups: list[list[Row]], repetitions: int, device: torch.device) -> li
     for turn in range(repetitions + 1):
         for group, times in zip(groups, taken, strict=True):
             for row, of_row in zip(group, times, strict=True):
-                if train.RANKS > 1:
-                    train.meet()
+                train.meet()
                 began = time.perf_counter()
                 if row.together:
                     row.call()

@@ -152,12 +152,11 @@ def parse(
 def _contradictions(args: argparse.Namespace) -> dict[str, str | bool]:
     """Which of the flags that all methods share do not go with the others: flag -> why, else False."""
     silos, own = args.partition == "silos", args.model in ("cnn", "convnet", "resblocks", "charrnn")
-    all_take_part = silos and "all of --silos take part"
     return {
         "silos": not silos and f"it needs --partition silos, and this is {args.partition}",
         "silo-size": not silos and f"it needs --partition silos, and this is {args.partition}",
         "clients": silos and "--silos says how many there are",
-        "participating": all_take_part,
+        "participating": silos and "all of --silos take part",
         "alpha": args.partition != "dirichlet" and f"it needs --partition dirichlet, and this is {args.partition}",
         "momentum": args.optimizer == "adam" and "it is of --optimizer sgd",
         "image-size": args.dataset in data.NAMES and f"{args.dataset} comes in its own size",

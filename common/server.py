@@ -6,11 +6,14 @@ CIFAR-10, in float32). Half of that with --table-dtype bfloat16; --sketch N keep
 
 import numpy as np
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from common import UserError, flags, random_at
 from common.data import Dataset
+from common.run import Run
 from common.splits import Clients, label_counts
+from common.train import Trainer
 
 
 def base_weights(weighting: str, data: Dataset, clients: Clients) -> Tensor:
@@ -75,6 +78,24 @@ def enter(state: dict, rows: Tensor, updates: Tensor, seed: int) -> None:
     for row in rows.tolist():
         state["seen"][row] = True
     state["uploads"] += len(rows)
+
+
+def arrive(state: dict, t: int, args, log: Run, trainer: Trainer, model: nn.Module, clients: Clients) -> Tensor:
+    """Who is there in round t, as rows of the table that can be compared.
+
+    Of those there, whoever has sent nothing that can be used yet first trains from the current w and enters the table:
+    in round 1 everybody (Wu et al., Algorithm 2, line 1).
+    """
+    everyone = clients.participating
+    here = present(torch.arange(len(everyone)), args.churn, random_at(args.seed, "churn", t))
+    new = torch.tensor([i for i in here.tolist() if not state["seen"][i]], dtype=torch.long)
+    if len(new):
+        with log.besides(f"{len(new)} clients enter the table", len(new) / args.sample) as tick:
+            joined, updates, _ = trainer.local_updates(
+                model, state["w"], everyone[new], clients.train, 0, progress=tick, needed=0
+            )
+        enter(state, torch.searchsorted(everyone, joined), updates, args.seed)
+    return known(state, here)
 
 
 def known(state: dict, here: Tensor) -> Tensor:

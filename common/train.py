@@ -33,9 +33,7 @@ RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 def keep_freed_memory() -> None:
     """Tells glibc to keep what is freed, for otherwise each batch maps its buffers anew; elsewhere does nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt and (
-        mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, 1 << 25)
-    ):  # old ones allow the latter
+    if mallopt and any(mallopt(M_MMAP_THRESHOLD, size) for size in (1 << 30, 1 << 25)):  # old ones refuse the first
         mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 

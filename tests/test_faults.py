@@ -94,9 +94,7 @@ def test_who_is_left_out(tiny, trainer, poison):
 GLYPHS = "--clients 10 --participating 10 --partition iid --local-epochs 2 --width 0.5 --rounds 8 "
 FONTS = "--clients 10 --no-compare "
 LEARN_GLYPHS = {
-    fedavg: GLYPHS + "--sample 5",
-    entropy_weighting: GLYPHS + "--sample 5",
-    minimax_select: GLYPHS + "--sample 5",
+    **dict.fromkeys([fedavg, entropy_weighting, minimax_select], GLYPHS + "--sample 5"),
     convex_hull_select: GLYPHS + "--hull-dim 2",
     fediir: FONTS + "--sample 5 --rounds 12",
     uefl: FONTS

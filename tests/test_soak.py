@@ -191,7 +191,7 @@ def test_plays_that_are_garbage(tmp_path, name):
 
 def test_checkpoints_that_are_garbage(tmp_path):
     checkpoint = io.BytesIO()
-    torch.save({"version": 1, "method": "fedavg", "round": 3, "w": torch.arange(9.0)}, checkpoint)
+    torch.save({"version": run.VERSION, "method": "fedavg", "round": 3, "w": torch.arange(9.0)}, checkpoint)
     assert zipfile.is_zipfile(checkpoint)
 
     def read_checkpoint(content):
