@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
     table = server.empty_table(len(everyone), w, args)
     log = run.Run(args, ["vertices", "uploads"], trainer)
     plots.partition(log.folder / "partition.png", data, clients)
-    state = log.state or {"round": 0, "w": w, "frames": {}, **table}
+    state = log.state or {"round": 0, "w": w, "points": torch.empty(0, 5, dtype=torch.float64), **table}
 
     for t in log.rounds(state, args.rounds):  # line 2
         here = server.arrive(state, t, args, log, trainer, model, clients)  # line 1
@@ -132,9 +132,11 @@ def main(argv: list[str] | None = None) -> None:
             if not len(among):
                 raise UserError(f"round {t}: no client lies inside the hull; lower --hull-dim")
         chosen = here[splits.draw(among, min(count, len(among)), rng)]
-        if t in (1, args.rounds):  # the picture's two frames
-            plane = principal_components(products, 2, not args.raw)
-            state["frames"][t] = {"points": plane, "selected": torch.isin(here, chosen)}
+        plane = principal_components(products, 2, not args.raw)  # for the pictures alone
+        frame = torch.zeros(len(here), 5, dtype=torch.float64)
+        frame[:, 0], frame[:, 1], frame[:, 4] = t, everyone[here], torch.isin(here, chosen)
+        frame[:, 2 : 2 + plane.shape[1]] = plane
+        state["points"] = torch.cat([state["points"], frame])
         selected, updates, losses = trainer.local_updates(
             model, state["w"], everyone[chosen], clients.train, t, progress=log.tick
         )  # lines 4-6
@@ -146,7 +148,9 @@ def main(argv: list[str] | None = None) -> None:
 
     log.finish(state, model, state["w"])
     plots.accuracy_curves(log.folder / "curves.png", {args.selection: log.rows})
-    plots.hulls(log.folder / "hull.png", state["frames"], args.hull_dim)
+    run.write_points(log.folder / "points.csv", state["points"])
+    plots.hulls(log.folder / "hull.png", state["points"], args.hull_dim)
+    plots.hull_animation(log.folder / "hull.gif", state["points"], log.rows)
     log.report(f"convex_hull_select on {data.name}, {args.selection} in {args.hull_dim} dimensions")
 
 

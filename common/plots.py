@@ -1,5 +1,6 @@
 """The pictures. One style for all, legible in greyscale and at the width of a README."""
 
+import io
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from PIL import Image
 from scipy.spatial import ConvexHull
 from torch import Tensor
 
@@ -126,41 +128,92 @@ def similarity(file: Path, cosines: Tensor, selections: Sequence[Sequence[int]],
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
         off_diagonal = cosines.cpu().masked_fill(torch.eye(m, dtype=torch.bool), torch.nan).numpy()
         image = left.imshow(off_diagonal, cmap="viridis", interpolation="nearest", aspect="auto")
-        left.plot([-1.2] * len(selected), selected, ">", color=COLOURS[1], ms=4, clip_on=False)
-        left.set(
-            title="cosine similarity (arrows: selected last)", xlabel="client", ylabel="client", xlim=(-0.5, m - 0.5)
-        )
+        left.set(title="cosine similarity", xlabel="client", ylabel="client")
         figure.colorbar(image, ax=left)
-        right.barh(np.arange(m), times, color="0.5")
+        last = np.isin(np.arange(m), selected)
+        right.barh(np.arange(m)[~last], times[~last], color="0.7", label="not in the last round")
+        right.barh(np.arange(m)[last], times[last], color=COLOURS[1], label="in the last round")
         right.set(title="times selected")
+        figure.legend(loc="outside lower right", ncols=2)
         ticks = list(range(0, m, max(1, m // 20)))
         left.set_yticks(ticks, clients[ticks].tolist(), fontsize=7)
         left.set_xticks(ticks, clients[ticks].tolist(), fontsize=7, rotation=90)
         _save(figure, file)
 
 
-def hulls(file: Path, frames: Mapping[int, Mapping[str, Tensor]], dim: int) -> None:
-    """Clients' gradients in the plane of their first two principal components, the hull drawn, the selected filled.
+def hulls(file: Path, points: Tensor, dim: int) -> None:
+    """Clients' gradients in the plane of their first two principal components, in the first round and in the last.
 
-    frames  round -> points [M, at most 2], selected bool [M]
+    points  [n, 5], a row for a client in a round: round, client, its two coordinates, 1 if it was selected, else 0
     dim     in how many dimensions they were selected: with more than two, some lie inside the hull of the plane
     """
+    frames = _frames(points)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(3.6 * len(frames), 3.4))
-        all_axes = figure.subplots(1, len(frames), squeeze=False)[0]
-        for axes, (t, frame) in zip(all_axes, frames.items(), strict=True):
-            points = torch.nn.functional.pad(frame["points"].cpu(), (0, 2 - frame["points"].shape[1])).numpy()
-            chosen = frame["selected"].cpu().numpy()
-            if np.linalg.matrix_rank(points - points.mean(0)) == 2:
-                hull = ConvexHull(points)
-                axes.fill(*points[hull.vertices].T, fc="0.93", ec="0.6", lw=0.8, zorder=0)
-            axes.scatter(*points[~chosen].T, s=22, color="white", ec="0.3", lw=0.8, label="not selected")
-            label = f"selected, by the hull in {dim} dimensions"
-            axes.scatter(*points[chosen].T, s=26, color=COLOURS[0], ec="black", lw=0.6, label=label)
+        figure = Figure(figsize=(3.6 * min(2, len(frames)), 3.4))
+        all_axes = figure.subplots(1, min(2, len(frames)), squeeze=False)[0]
+        for axes, t in zip(all_axes, sorted({min(frames), max(frames)}), strict=True):
+            _hull(axes, frames[t], f"selected, by the hull in {dim} dimensions")
             axes.set(title=f"round {t}", xlabel="first principal component")
         all_axes[0].set(ylabel="second")
         figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
         _save(figure, file)
+
+
+def _frames(points: Tensor) -> dict[int, np.ndarray]:
+    """Points as in hulls() -> round -> its rows, turned so that each client stays near where it was a round before."""
+    frames, before = {}, None
+    for t in points[:, 0].unique().int().tolist():
+        now = points[points[:, 0] == t].numpy().copy()
+        if (
+            before is not None
+        ):  # orthogonal Procrustes: a principal component has no sign, nor have two equal ones order
+            _, was, here = np.intersect1d(before[:, 1], now[:, 1], return_indices=True)
+            u, _, v = np.linalg.svd(now[here, 2:4].T @ before[was, 2:4])
+            now[:, 2:4] = now[:, 2:4] @ (u @ v)
+        frames[t] = before = now
+    return frames
+
+
+def _hull(axes, frame: np.ndarray, label: str) -> None:
+    xy, chosen = frame[:, 2:4], frame[:, 4] > 0
+    if np.linalg.matrix_rank(xy - xy.mean(0)) == 2:
+        axes.fill(*xy[ConvexHull(xy).vertices].T, fc="0.93", ec="0.6", lw=0.8, zorder=0)
+    axes.scatter(*xy[~chosen].T, s=22, color="white", ec="0.3", lw=0.8, label="not selected")
+    axes.scatter(*xy[chosen].T, s=26, color=COLOURS[0], ec="black", lw=0.6, label=label)
+
+
+def hull_animation(file: Path, points: Tensor, rows: Sequence[Mapping[str, str]], frames: int = 40) -> None:
+    """A GIF of hulls(), with accuracy growing beside it.
+
+    points  as in hulls(); rows  of metrics.csv; frames  at most so many rounds are shown, evenly spaced
+    """
+    if RANK > 0:
+        return
+    of_round, images = _frames(points), []
+    rounds = sorted({round(t) for t in np.linspace(min(of_round), max(of_round), min(frames, len(of_round)))})
+    reach = 1.08 * points[:, 2:4].abs().max().item() or 1.0
+    accuracy = {c: [float(row[c]) for row in rows if row[c]] for c in ("id_accuracy", "ood_accuracy")}
+    with matplotlib.rc_context({**STYLE, "savefig.dpi": 100}):
+        for t in rounds:
+            figure = Figure(figsize=(7.6, 3.5))
+            left, right = figure.subplots(1, 2)
+            _hull(left, of_round[t], "selected")
+            left.set(title=f"clients' gradients, round {t}", xlabel="first principal component", ylabel="second",
+                     xlim=(-reach, reach), ylim=(-reach, reach), xticks=[], yticks=[])  # fmt: skip
+            left.legend(loc="upper right", fontsize=8)
+            for i, (column, values) in enumerate(accuracy.items()):
+                name = column.removesuffix("_accuracy").upper()
+                right.plot(range(1, t + 1), values[:t], LINES[i], color=COLOURS[i], label=name)
+            right.set(xlim=(1, max(rounds)), ylim=(0, 1.08 * max(max(v) for v in accuracy.values() if v)),
+                      title="accuracy", xlabel="round")  # fmt: skip
+            right.legend(loc="lower right")
+            with io.BytesIO() as png:
+                figure.savefig(png, format="png")
+                images.append(Image.open(png).convert("RGB"))
+    palette = images[-1].quantize(32)
+    images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
+    shown = [200] * (len(images) - 1) + [2500]  # ms
+    images[0].save(file, save_all=True, append_images=images[1:], duration=shown, loop=0)
 
 
 def heatmaps(file: Path, matrices: Mapping[str, Tensor], axis: str, scale: str) -> None:
@@ -222,10 +275,10 @@ def uncertainties(file: Path, rows: Sequence[Mapping[str, str]], names: Sequence
 
 
 def codebook(file: Path, tokens: Sequence[Tensor], names: Sequence[str], codewords: Tensor, allowed: Tensor) -> None:
-    """Features and codewords in the plane of the features' first two principal components.
+    """Features and codewords in the plane of the features' first two principal components, a panel a domain.
 
     tokens     per client its features [n, d / s], cut into segments as the codewords are
-    names      per client the domain of its data, which gives the colour
+    names      per client the domain of its data
     codewords  [V, d]
     allowed    bool [K, V], which client may use which codeword
     """
@@ -233,25 +286,30 @@ def codebook(file: Path, tokens: Sequence[Tensor], names: Sequence[str], codewor
     shared, mean = allowed.all(0), torch.cat(tokens).mean(0)
     plane = torch.linalg.eigh(torch.cov(torch.cat(tokens).T))[1][:, -2:].flip(1)
     kinds = list(dict.fromkeys(names))
-    size = 30 / max(1, len(codewords) / 100) ** 0.5
+    of_kind = {}
+    for kind in kinds:
+        features = torch.cat([t for t, name in zip(tokens, names, strict=True) if name == kind])
+        of_kind[kind] = ((features[:: len(features) // 1500 + 1] - mean) @ plane).numpy()
+    placed = ((codewords - mean) @ plane).numpy()
+    columns = min(3, len(kinds))
+    lines = -(-len(kinds) // columns)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 4.2))
-        axes = figure.subplots()
-        for k, kind in enumerate(kinds):
-            of_kind = torch.cat([t for t, name in zip(tokens, names, strict=True) if name == kind])
-            of_kind = (of_kind[:: len(of_kind) // 1500 + 1] - mean) @ plane
-            axes.scatter(*of_kind.T.numpy(), s=3, alpha=0.3, lw=0, color=COLOURS[k % 7],
-                         label=f"features, domain {kind}")  # fmt: skip
-        placed = (codewords - mean) @ plane
-        for k, kind in enumerate(kinds):
-            own = allowed[[name == kind for name in names]].any(0) & ~shared
-            if own.any():
-                axes.scatter(*placed[own].T.numpy(), s=size, marker=MARKERS[k % 7], color=COLOURS[k % 7], ec="black",
-                             lw=0.4, label=f"own codewords, domain {kind}")  # fmt: skip
-        axes.scatter(*placed[shared].T.numpy(), s=2 * size, marker="*", color="white", ec="black", lw=0.8,
-                     label="shared codewords")  # fmt: skip
-        axes.set(xlabel="first principal component", ylabel="second")
-        legend = axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-        for handle in legend.legend_handles:
-            handle.set(alpha=1, sizes=[25])
+        figure = Figure(figsize=(2.6 * columns + 0.6, 2.7 * lines + 0.5))
+        all_axes = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flat
+        for axes, kind in zip(all_axes, kinds, strict=False):
+            own = (allowed[[name == kind for name in names]].any(0) & ~shared).numpy()
+            for other in kinds:
+                axes.scatter(*of_kind[other].T, s=2, lw=0, color="0.88" if other != kind else COLOURS[0],
+                             alpha=0.5, zorder=1 + (other == kind))  # fmt: skip
+            axes.scatter(*placed[shared.numpy()].T, s=22, marker="*", color="white", ec="black", lw=0.6, zorder=3,
+                         label="shared codewords")  # fmt: skip
+            axes.scatter(*placed[own].T, s=12, marker="D", color=COLOURS[1], ec="black", lw=0.4, zorder=4,
+                         label="own codewords")  # fmt: skip
+            axes.set(title=f"domain {kind}: {own.sum()} of its own")
+        for axes in list(all_axes)[len(kinds) :]:
+            axes.remove()
+        figure.supxlabel("first principal component of the features (dots; grey: of the other domains)", fontsize=9)
+        figure.supylabel("second", fontsize=9)
+        first = figure.axes[0]
+        figure.legend(*first.get_legend_handles_labels(), loc="outside upper right", ncols=2)
         _save(figure, file)

@@ -23,7 +23,7 @@ from common import UserError, first_line, train
 from common.splits import Clients
 from common.train import Trainer
 
-VERSION = 2  # of what checkpoint.pt and metrics.csv hold
+VERSION = 3  # of what checkpoint.pt and metrics.csv hold
 SAVE_EVERY = 10  # seconds between two checkpoints, at least
 CHECKPOINTS = ["checkpoint.pt", "checkpoint.before.pt"]  # the newest, and the one before
 COLUMNS = ["round", "seconds", "train_loss", "id_accuracy", "ood_accuracy", "selected", "left_out"]
@@ -221,6 +221,15 @@ def _cell(value) -> str:
 def read_metrics(file: Path) -> list[dict[str, str]]:
     """The rows of a metrics.csv, without a last one that a full disk cut short."""
     return list(csv.DictReader(line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")))
+
+
+def write_points(file: Path, points: Tensor) -> None:
+    """Saves what plots.hulls() draws, [n, 5]."""
+    if train.RANK == 0:
+        header = "round,client,first,second,selected"
+        np.savetxt(
+            file, points.numpy(), fmt=["%d", "%d", "%.5g", "%.5g", "%d"], delimiter=",", header=header, comments=""
+        )
 
 
 def _read_checkpoint(file: Path, method: str, device: torch.device) -> dict:
