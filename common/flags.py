@@ -49,7 +49,9 @@ def folder_name(text: str) -> str:
 positive = at_least(TINY, float)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Tells a wrong flag as a UserError."""
+
     def error(self, message: str):
         raise UserError(f"{message} (see {self.prog} --help)")
 
@@ -73,7 +75,7 @@ def parse(
     Raises UserError for what does not make sense.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = _Parser(
+    parser = Parser(
         description=f"{doc.strip().splitlines()[0]} Defaults follow the data set: `--dataset mnist --help` shows those"
         " of mnist, which are the paper's where it used it.", formatter_class=_Help, allow_abbrev=False,
         epilog=f"example: python {Path(sys.argv[0]).name} --dataset mnist --rounds 20 --out runs/first",
@@ -117,7 +119,7 @@ def parse(
     add("--resume", metavar="DIR", help="continue the run in this folder, with its flags")
     own_flags(parser.add_argument_group("this method").add_argument)
 
-    first = _Parser(add_help=False, allow_abbrev=False)
+    first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--dataset", default="glyphs")
     first.add_argument("--resume")
     first.add_argument("--partition")

@@ -62,6 +62,33 @@ def curves(
         _save(figure, file)
 
 
+def bands(file: Path, runs: Mapping[str, Sequence[Sequence[Mapping[str, str]]]], panels: Mapping[str, str]) -> None:
+    """Columns of metrics.csv against rounds: the mean over seeds, and a band of one standard deviation around it.
+
+    runs    label -> for each seed the rows of its run
+    panels  column -> title
+    """
+    with matplotlib.rc_context(STYLE):
+        width = 3.4 * len(panels)
+        columns = max(1, int(12 * width / (max(map(len, runs)) + 8)))  # of the legend, so that it fits
+        figure = Figure(figsize=(width, 2.9 + 0.2 * -(-len(runs) // columns)))
+        for axes, (column, title) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels.items(), strict=True):
+            for i, (label, seeds) in enumerate(runs.items()):
+                of_round: dict[int, list[float]] = {}
+                for row in (row for rows in seeds for row in rows if row.get(column)):
+                    of_round.setdefault(int(row["round"]), []).append(float(row[column]))
+                t = sorted(of_round)
+                mean = np.array([np.mean(of_round[r]) for r in t])
+                std = np.array([np.std(of_round[r], ddof=1) if len(of_round[r]) > 1 else 0 for r in t])
+                colour = COLOURS[i % len(COLOURS)]
+                axes.plot(t, mean, LINES[i % len(LINES)], color=colour, lw=1.2, label=label)
+                axes.fill_between(t, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
+            axes.set(title=title, xlabel="round")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns)
+        _save(figure, file)
+
+
 def partition(file: Path, data: Dataset, clients: Clients) -> None:
     """Who holds what: training samples of each client by class, and by domain where there are domains."""
     everyone = torch.arange(len(clients.train))
