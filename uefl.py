@@ -38,7 +38,7 @@ Where the paper is silent or unclear
  5. Which Gaussian initialises the codewords: the standard one. The tokens of a network with ReLUs, however, point all
     into much the same direction, and a few codewords get all of them. So the encoder ends in a layer norm
     without parameters, which gives tokens the length of such codewords; --no-token-norm leaves it out. What it does
-    is measured in results/uefl.md; FedAvg does not have it.
+    is measured in results/uefl/README.md; FedAvg does not have it.
  6. beta = 1 on line 15's second term, and 0.25 (--commitment) on its first, as in the authors' code; both are means.
  7. Dropout: two layers (section 3.4), here one before each linear layer of the classifier; the encoder is therefore
     the same in all passes and runs once.

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fediir
 import uefl
-from common import flags, models, run, splits, train
+from common import flags, models, ranks, run, splits, train
 from common.data import Dataset
 
 CORES = os.cpu_count() or 1
@@ -48,10 +48,10 @@ class Row:
 @contextmanager
 def one_rank():
     """Inside, this process works as if there were no others."""
-    ranks, rank, train.RANKS, train.RANK = train.RANKS, train.RANK, 1, 0
+    count, rank, ranks.COUNT, ranks.RANK = ranks.COUNT, ranks.RANK, 1, 0
     torch.set_num_threads(CORES)
     yield
-    train.RANKS, train.RANK = ranks, rank
+    ranks.COUNT, ranks.RANK = count, rank
     torch.set_num_threads(max(1, CORES // ranks))
 
 
@@ -61,11 +61,11 @@ def timed(groups: list[list[Row]], repetitions: int, device: torch.device) -> li
     for turn in range(repetitions + 1):
         for group, times in zip(groups, taken, strict=True):
             for row, of_row in zip(group, times, strict=True):
-                train.meet()
+                ranks.meet()
                 began = time.perf_counter()
                 if row.together:
                     row.call()
-                elif train.RANK == 0:
+                elif ranks.RANK == 0:
                     with one_rank():
                         row.call()
                 if device.type == "cuda":
@@ -105,7 +105,7 @@ def group(
     work = epochs * sum(map(len, clients))
     on_device = [samples.to(device) for samples in clients]
     rows = [Row(f"{name}: bare loop", work, partial(bare_loop, by_hand, x, y, on_device, epochs, batch, loss_fn))]
-    for together in (False, True) if train.RANKS > 1 else (False,):
+    for together in (False, True) if ranks.COUNT > 1 else (False,):
         for precision in ("float32", "bfloat16"):
             trainer = train.Trainer(
                 data, device, seed=0, epochs=epochs, batch_size=batch, lr=0.01, precision=precision
@@ -113,7 +113,7 @@ def group(
             call = partial(
                 trainer.local_updates, ours, train.get_weights(ours), torch.arange(len(clients)), clients, 1, loss_fn
             )
-            where = f", {train.RANKS} ranks" if together else ""
+            where = f", {ranks.COUNT} ranks" if together else ""
             rows.append(Row(f"{name}: here, {precision}{where}", work, call, together))
     return rows
 
@@ -137,12 +137,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--csv", metavar="FILE", help="write the table there, too")
     parser.add_argument("--repetitions", type=flags.at_least(1), default=3, help="of each row")
     args = parser.parse_args(argv)
-    ranks = torch.cuda.device_count() or min(CORES, 8)
-    if train.RANKS == 1 and ranks > 1:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    count = torch.cuda.device_count() or min(CORES, 8)
+    if ranks.COUNT == 1 and count > 1:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
         os.execv(sys.executable, [*torchrun, "-m", "common.bench", *sys.argv[1:]])
     device = train.pick_device("auto")
-    torch.set_num_threads(max(1, CORES // train.RANKS))
+    torch.set_num_threads(max(1, CORES // ranks.COUNT))
 
     rng, torch_rng = np.random.default_rng(0), torch.Generator().manual_seed(0)
     y = torch.randint(10, (60_000,), generator=torch_rng)
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> None:
         for row, seconds in zip(of_group, of_times, strict=True):
             rows.append([row.name, f"{1e6 * seconds / row.work:.1f}", f"{seconds / row.work / base:.2f}"])
     header = ["", "ms per 1,000 samples", "ratio"]
-    if train.RANK == 0:
+    if ranks.RANK == 0:
         gpu = torch.cuda.get_device_name() if device.type == "cuda" else "no GPU"
         print(f"{CORES} cores, {gpu}, torch {torch.__version__}, medians of {args.repetitions}")
         flop = flop_of(cnn, x[:64].float().to(device), y[:64].to(device))
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.csv:
             with open(args.csv, "w", newline="") as f:
                 csv.writer(f, lineterminator="\n").writerows([header, *rows])
-    train.leave()
+    ranks.leave()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from common import UserError, data, models, random_at, splits, train
+from common import UserError, data, models, random_at, ranks, splits, train
 from common.splits import Clients
 from common.train import Trainer
 
@@ -146,7 +146,7 @@ def parse(
         if why and f"--{flag}" in given:
             raise UserError(f"--{flag} cannot be had: {why}")
     for flag, why in pointless(args).items():
-        if why and f"--{flag}" in given and train.RANK == 0:
+        if why and f"--{flag}" in given and ranks.RANK == 0:
             print(f"{Path(sys.argv[0]).name}: --{flag} does nothing here: {why}", file=sys.stderr)
     return args
 
@@ -179,7 +179,7 @@ def _saved_flags(folder: str, method: str) -> dict:
 
 def load(args: argparse.Namespace) -> data.Dataset:
     """The data set that these flags ask for. Raises UserError as data.load() does."""
-    with train.first_rank_first():
+    with ranks.first_rank_first():
         return data.load(args.dataset, args.data_dir, args.image_size, args.rotate or (), args.seed)
 
 
@@ -216,7 +216,7 @@ def initial_model(
     args: argparse.Namespace, dataset: data.Dataset, device: torch.device, member: int = 0, **model_options
 ) -> models.Classifier:
     """The model that these flags ask for; every `member` has its own random weights, the same on any device."""
-    with train.first_rank_first(), train.seeded(torch.device("cpu"), args.seed, "model", member):
+    with ranks.first_rank_first(), train.seeded(torch.device("cpu"), args.seed, "model", member):
         model = models.build(
             args.model, tuple(dataset.x.shape[1:]), len(dataset.classes), args.width, pretrained=args.pretrained or "",
             **model_options,

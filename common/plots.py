@@ -14,9 +14,9 @@ from PIL import Image
 from scipy.spatial import ConvexHull
 from torch import Tensor
 
+from common import ranks
 from common.data import Dataset
 from common.splits import Clients
-from common.train import RANK
 
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"]  # Okabe and Ito
 LINES, MARKERS = ["-", "--", ":", "-."], ["o", "s", "^", "D", "v", "P", "X"]
@@ -27,7 +27,7 @@ STYLE = {
 
 
 def _save(figure: Figure, file: Path) -> None:
-    if RANK == 0:
+    if ranks.RANK == 0:
         figure.savefig(file, metadata={"Software": None})
 
 
@@ -214,7 +214,7 @@ def hull_animation(file: Path, points: Tensor, rows: Sequence[Mapping[str, str]]
 
     points  as in hulls(); rows  of metrics.csv; frames  at most so many rounds are shown, evenly spaced
     """
-    if RANK > 0:
+    if ranks.RANK > 0:
         return
     of_round, images = _frames(points), []
     rounds = sorted({round(t) for t in np.linspace(min(of_round), max(of_round), min(frames, len(of_round)))})

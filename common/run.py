@@ -19,7 +19,7 @@ import torchvision
 from torch import Tensor
 from tqdm import tqdm
 
-from common import UserError, first_line, train
+from common import UserError, first_line, ranks, train
 from common.splits import Clients
 from common.train import Trainer
 
@@ -57,7 +57,7 @@ class Run:
         if args.resume and checkpoints:
             _opened.append(self.folder)
             self.state = _read_checkpoint(checkpoints[0], self.method, trainer.device)
-            train.meet()  # before the first rank writes the next one
+            ranks.meet()  # before the first rank writes the next one
         else:
             open_folder(args, self.folder)
         self._open_metrics(self.state["round"] if self.state else 0)
@@ -70,13 +70,13 @@ class Run:
         if rounds:
             self.rows = [row for row in read_metrics(file) if int(row["round"]) <= rounds]
         self.seconds_before = float(self.rows[-1]["seconds"]) if self.rows else 0.0
-        if train.RANK == 0:
+        if ranks.RANK == 0:
             with open(part, "w", newline="") as f:
                 writer = csv.DictWriter(f, self.columns, lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(self.rows)
             part.replace(file)
-        self.metrics = open(file if train.RANK == 0 else os.devnull, "a", newline="")  # noqa: SIM115
+        self.metrics = open(file if ranks.RANK == 0 else os.devnull, "a", newline="")  # noqa: SIM115
 
     def rounds(self, state: dict, until: int, at_most: int | None = None) -> Iterator[int]:
         """Counts rounds from the one after state["round"] up to `until`; keeps state["round"] and the checkpoint.
@@ -86,12 +86,12 @@ class Run:
         if self.bar is None:
             shape = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
             self.bar = tqdm(total=at_most or until, initial=state["round"], bar_format=shape,
-                            mininterval=0.2 if sys.stderr.isatty() else 10, disable=train.RANK > 0)  # fmt: skip
+                            mininterval=0.2 if sys.stderr.isatty() else 10, disable=ranks.RANK > 0)  # fmt: skip
         for t in range(state["round"] + 1, until + 1):
             self.bar.set_description(f"round {t}/{at_most or until}")
             yield t
             state["round"] = t
-            if train.RANK == 0 and time.monotonic() - self.saved_at > max(SAVE_EVERY, 20 * self.save_took):
+            if ranks.RANK == 0 and time.monotonic() - self.saved_at > max(SAVE_EVERY, 20 * self.save_took):
                 self.save(state)
 
     def tick(self, share: float) -> None:
@@ -143,7 +143,7 @@ class Run:
         if left_out:
             print(f"{left_out} uploads were not finite and left out: see left_out in {self.folder / 'metrics.csv'}")
         train.set_weights(model, w)
-        if train.RANK == 0:
+        if ranks.RANK == 0:
             self.save(state)
             _write(self.folder / "model.part", model.state_dict())
             (self.folder / "model.part").replace(self.folder / "model.pt")
@@ -178,7 +178,7 @@ def open_folder(args: argparse.Namespace, folder: Path | None = None) -> Path:
     Raises UserError where there is one already, unless the run is to be resumed.
     """
     folder = folder or folder_of(args)
-    if train.RANK > 0:
+    if ranks.RANK > 0:
         return folder
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is not a folder: choose another --out")
@@ -187,7 +187,7 @@ def open_folder(args: argparse.Namespace, folder: Path | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     about = {
         "method": Path(sys.argv[0]).stem, "command": shlex.join(["python", *sys.argv]), "flags": vars(args),
-        "threads": torch.get_num_threads(), "ranks": train.RANKS,
+        "threads": torch.get_num_threads(), "ranks": ranks.COUNT,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": sys.version.split()[0], "torch": torch.__version__, "torchvision": torchvision.__version__,
     }  # fmt: skip
@@ -225,7 +225,7 @@ def read_metrics(file: Path) -> list[dict[str, str]]:
 
 def write_points(file: Path, points: Tensor) -> None:
     """Saves what plots.hulls() draws, [n, 5]."""
-    if train.RANK == 0:
+    if ranks.RANK == 0:
         header = "round,client,first,second,selected"
         np.savetxt(
             file, points.numpy(), fmt=["%d", "%d", "%.5g", "%.5g", "%d"], delimiter=",", header=header, comments=""
@@ -262,9 +262,9 @@ def launch(main: Callable[[], None]) -> None:
     """
     _opened.clear()
     try:
-        with redirect_stdout(open(os.devnull, "w") if train.RANK > 0 else sys.stdout):
+        with redirect_stdout(open(os.devnull, "w") if ranks.RANK > 0 else sys.stdout):
             main()
-        train.leave()
+        ranks.leave()
     except UserError as e:
         code, message = 2, str(e)
     except OSError as e:
@@ -272,12 +272,12 @@ def launch(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         code, message = 130, f"stopped; --resume {_opened[0]} goes on" if _opened else "stopped before it began"
     except RuntimeError:
-        if train.RANK > 0:
+        if ranks.RANK > 0:
             time.sleep(3)  # another rank may have left, having told why: then torchrun ends this one meanwhile
         raise
     else:
         return
-    if train.RANK > 0:
+    if ranks.RANK > 0:
         time.sleep(3)  # likewise
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.exit(code)

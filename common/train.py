@@ -1,20 +1,16 @@
-"""How clients learn and a server averages. Devices, precision and processes are its business; others ask for RANK.
+"""How clients learn and a server averages. Devices, precision and processes are its business.
 
 A model travels as one vector w [P]: its parameters in their order, then its floating-point buffers (the statistics
 of batch norm). A client's upload is a row of G [K, P], row i = w - w_i, so that a server's step reads as in the
 papers: w = w - alpha @ G.
 
-Under `torchrun --nproc-per-node N` each of N processes (ranks) runs the whole program. A round's clients are shared out
-among them, so are the samples of an evaluation; what they found is exchanged, and each takes the same server's step.
-Only the first rank writes and prints. Each takes the server's decisions for itself, so their machines must be alike.
+A round's clients are shared out among the ranks (common/ranks.py), and so are the samples of an evaluation.
 """
 
 import ctypes
-import heapq
 import os
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,12 +18,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import UserError, first_line, random_at
+from common import UserError, first_line, random_at, ranks
 from common.data import Dataset
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 LossFn = Callable[[nn.Module, Tensor, Tensor], Tensor]
-RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets them
 
 
 def keep_freed_memory() -> None:
@@ -44,7 +39,7 @@ def pick_device(name: str) -> torch.device:
     """
     keep_freed_memory()
     found = "cuda" if name == "auto" and torch.cuda.is_available() else "cpu" if name == "auto" else name
-    if found == "cuda" and RANKS > 1:
+    if found == "cuda" and ranks.COUNT > 1:
         found = f"cuda:{os.environ['LOCAL_RANK']}"
         if int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
             raise UserError(
@@ -56,38 +51,8 @@ def pick_device(name: str) -> torch.device:
         raise UserError(f"--device {name} cannot be used ({first_line(e)}): choose auto or cpu") from e
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    join()
+    ranks.join()
     return device
-
-
-def join() -> None:
-    """Lets the ranks find each other, if there are several."""
-    if RANKS > 1 and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(days=7))  # a client's local epochs may take hours
-
-
-def meet() -> None:
-    """Waits for all ranks."""
-    if RANKS > 1:
-        dist.all_reduce(torch.zeros(1))
-
-
-@contextmanager
-def first_rank_first():
-    """What is inside, the first rank does before the others do: it downloads a data set, and they find it."""
-    join()
-    if RANK > 0:
-        meet()
-    yield
-    if RANK == 0:
-        meet()
-
-
-def leave() -> None:
-    """The end of what join() began."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def pick_precision(name: str, device: torch.device) -> str:
@@ -98,16 +63,6 @@ def pick_precision(name: str, device: torch.device) -> str:
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     cpu = torch.cpu.get_capabilities()
     return "bfloat16" if cpu.get("avx512_bf16") or cpu.get("amx_bf16") else "float32"
-
-
-def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Which rank does each piece of work: the largest first, to whoever has least. Ties go to the first."""
-    load, owner = [(0, r) for r in range(ranks)], [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        work, r = load[0]
-        heapq.heapreplace(load, (work + sizes[i], r))
-        owner[i] = r
-    return owner
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
@@ -206,10 +161,10 @@ class Trainer:
         ids = clients.tolist()
         updates = torch.empty(len(ids), len(w), device=self.device)
         losses = torch.empty(len(ids), device=self.device)
-        owner = share_out([len(samples[client]) for client in ids], RANKS)
-        share = 1 / max(1, owner.count(RANK)) / self.epochs
+        owner = ranks.share_out([len(samples[client]) for client in ids], ranks.COUNT)
+        share = 1 / max(1, owner.count(ranks.RANK)) / self.epochs
         for i, client in enumerate(ids):
-            if owner[i] != RANK:
+            if owner[i] != ranks.RANK:
                 continue
             set_weights(model, w)
             if per_client is not None:
@@ -217,7 +172,7 @@ class Trainer:
             with seeded(self.device, self.seed, "dropout", round, client):
                 losses[i] = self._train(model, samples[client], round, client, loss_fn, lambda: progress(share))
             torch.sub(w, get_weights(model), out=updates[i])
-        if RANKS > 1:
+        if ranks.COUNT > 1:
             for i in range(len(ids)):
                 dist.broadcast(updates[i], src=owner[i])
                 dist.broadcast(losses[i : i + 1], src=owner[i])
@@ -262,13 +217,15 @@ class Trainer:
         """
         set_weights(model, w)
         model.eval()
-        each = -(-len(samples) // RANKS)  # all ranks the same number; the last ones repeat the last sample
-        mine = samples[torch.arange(RANK * each, (RANK + 1) * each).clamp(max=len(samples) - 1)].to(self.device)
+        each = -(-len(samples) // ranks.COUNT)  # all ranks the same number; the last ones repeat the last sample
+        mine = samples[torch.arange(ranks.RANK * each, (ranks.RANK + 1) * each).clamp(max=len(samples) - 1)].to(
+            self.device
+        )
         with self.autocast():
             found = torch.cat([(function or model)(self.batch(p)).float() for p in mine.split(self.chunk)])
-        if RANKS == 1:
+        if ranks.COUNT == 1:
             return found
-        everything = found.new_empty(RANKS * each, *found.shape[1:])
+        everything = found.new_empty(ranks.COUNT * each, *found.shape[1:])
         dist.all_gather_into_tensor(everything, found.contiguous())
         return everything[: len(samples)]
 
@@ -281,12 +238,12 @@ class Trainer:
         """
         set_weights(model, w)
         model.eval()
-        mine = samples.tensor_split(RANKS)[RANK].to(self.device)
+        mine = samples.tensor_split(ranks.COUNT)[ranks.RANK].to(self.device)
         chunks, has_any = (mine.split(self.chunk), True) if len(mine) else ([samples[:1].to(self.device)], False)
         with self.autocast():
             sums = [function(model, self.batch(p), self.y[p]).float() * len(p) for p in chunks]
         total = torch.stack(sums).sum(0) * has_any
-        if RANKS > 1:
+        if ranks.COUNT > 1:
             dist.all_reduce(total)
         return total / len(samples)
 

@@ -9,7 +9,7 @@ from ranks import CALLS, call
 
 import common.data
 from common import run
-from common.train import share_out
+from common.ranks import share_out
 
 HERE = Path(__file__).parent
 

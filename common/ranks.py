@@ -1,0 +1,57 @@
+"""Several processes that are one run: the ranks that `torchrun --nproc-per-node N` starts.
+
+Each of them runs the whole program. What costs time is shared out among them, what they found is exchanged, and each
+takes the same server's step. Only the first writes and prints. Each takes the server's decisions for itself, so their
+machines must be alike.
+"""
+
+import heapq
+import os
+from collections.abc import Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+RANK, COUNT = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets them
+
+
+def join() -> None:
+    """Lets the ranks find each other, if there are several."""
+    if COUNT > 1 and not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(days=7))  # a client's local epochs may take hours
+
+
+def meet() -> None:
+    """Waits for all ranks."""
+    if COUNT > 1:
+        dist.all_reduce(torch.zeros(1))
+
+
+@contextmanager
+def first_rank_first():
+    """What is inside, the first rank does before the others do: it downloads a data set, and they find it."""
+    join()
+    if RANK > 0:
+        meet()
+    yield
+    if RANK == 0:
+        meet()
+
+
+def leave() -> None:
+    """The end of what join() began."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Which rank does each piece of work: the largest first, to whoever has least. Ties go to the first."""
+    load, owner = [(0, r) for r in range(ranks)], [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        work, r = load[0]
+        heapq.heapreplace(load, (work + sizes[i], r))
+        owner[i] = r
+    return owner
