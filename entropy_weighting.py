@@ -73,7 +73,7 @@ def total_variation_loss(model: nn.Module, x: Tensor, y: Tensor, start: list[Ten
 # won), glyphs, and alpha on data sets that the paper does not use.
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 SETTINGS = {
-    "glyphs": {**PAPER, "alpha": 0.05, "batch_size": 32, "lr": 0.05, "rounds": 25},
+    "glyphs": {**PAPER, "alpha": 0.05, "width": 0.5, "batch_size": 32, "lr": 0.05, "rounds": 25},
     **{name: {**PAPER, "alpha": 0.1} for name in ["mnist", "fmnist", "emnist", "gtsrb"]},
     "cifar10": {**PAPER, "alpha": 0.05},
     "cifar100": {**PAPER, "alpha": 0.03, "local_epochs": 3, "batch_size": 16, "lr": 0.01, "model": "resnet18"},

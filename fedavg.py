@@ -55,7 +55,7 @@ def aggregation_weights(sizes: Tensor, weighting: str) -> Tensor:
 # 100 clients of which 40 participate, 10 of them a round, is what the flags default to.
 WU = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 SETTINGS = {
-    "glyphs": {**WU, "alpha": 0.1, "batch_size": 32, "lr": 0.05, "rounds": 25},
+    "glyphs": {**WU, "alpha": 0.1, "width": 0.5, "batch_size": 32, "lr": 0.05, "rounds": 25},
     **{name: {**WU, "alpha": 0.5} for name in ["mnist", "fmnist", "emnist", "gtsrb"]},
     "cifar10": {**WU, "alpha": 0.1},
     "cifar100": {**WU, "alpha": 0.03, "local_epochs": 3, "batch_size": 16, "lr": 0.01, "model": "resnet18"},

@@ -37,7 +37,7 @@ Where the paper is silent or unclear
     (--pretrained), as they do in the authors' code. Hidden layers are as wide as their input. Images are not augmented.
 
 Where the authors' code differs: local SGD has momentum 0.9 (--momentum 0.9, without which RotatedMNIST has not
-converged after 100 rounds: results/fediir/README.md); the penalty has no factor 1/2 (double --gamma); line 4 averages over
+converged after 100 rounds: see results/fediir); the penalty has no factor 1/2 (double --gamma); line 4 averages over
 mini-batches instead of clients; the classifier starts from Kaiming-normal weights, and of a ResNet it is
 512-256-classes on the pooled features; validation, an unweighted mean over domains, comes every ten rounds
 (--validate-every 10); images of 224 pixels are cropped, flipped and jittered at random.
@@ -190,7 +190,7 @@ def leave_out(args, domain: str, folder: Path) -> list[list]:
     logs, rows = {}, []
     for name, gamma, where in runs if args.compare and args.gamma else runs[:1]:
         args.gamma = gamma
-        log = run.Run(args, COLUMNS, trainer, where)
+        log = run.Run(args, COLUMNS, trainer, where, name)
         if name == "FedIIR":
             plots.partition(folder / "partition.png", dataset, clients)
         state = federate(args, trainer, model, start, clients, log)

@@ -38,7 +38,7 @@ Where the paper is silent or unclear
  5. Which Gaussian initialises the codewords: the standard one. The tokens of a network with ReLUs, however, point all
     into much the same direction, and a few codewords get all of them. So the encoder ends in a layer norm
     without parameters, which gives tokens the length of such codewords; --no-token-norm leaves it out. What it does
-    is measured in results/uefl/README.md; FedAvg does not have it.
+    is measured in results/uefl; FedAvg does not have it.
  6. beta = 1 on line 15's second term, and 0.25 (--commitment) on its first, as in the authors' code; both are means.
  7. Dropout: two layers (section 3.4), here one before each linear layer of the classifier; the encoder is therefore
     the same in all passes and runs once.
@@ -347,13 +347,13 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--model {args.model} has no dropout, without which all passes agree: choose another model")
     more = [flags.initial_model(args, data, trainer.device, m, dropout=args.dropout) for m in range(1, args.ensemble)]
     model, w = build(args, trainer, [base, *more], clients.train[0])  # line 2
-    log = run.Run(args, COLUMNS, trainer)
+    log = run.Run(args, COLUMNS, trainer, name="UEFL" if args.codebook_size else "FedAvg")
     plots.partition(log.folder / "partition.png", data, clients)
     state = federate(args, trainer, model, w, clients, log)
     runs = {"UEFL" if args.codebook_size else "FedAvg": log}
     if args.codebook_size and args.compare:
         plain = argparse.Namespace(**{**vars(args), "codebook_size": 0, "rounds": state["round"]})
-        runs["FedAvg"] = run.Run(plain, COLUMNS, trainer, log.folder / "fedavg")
+        runs["FedAvg"] = run.Run(plain, COLUMNS, trainer, log.folder / "fedavg", "FedAvg")
         federate(plain, trainer, *build(plain, trainer, [base, *more], clients.train[0]), clients, runs["FedAvg"])
 
     names = [clients.names[k] for k in clients.participating]
@@ -377,6 +377,8 @@ def main(argv: list[str] | None = None) -> None:
     title = f"{data.name}: {len(names)} clients, {state['round']} rounds; accuracy by domain on the right"
     run.table(title, ["", "mA", "mE", "mP", *domains], rows)
     print("mA: mean accuracy, mE: mean entropy in nats, mP: mean codebook perplexity, over clients")
+    if args.codebook_size and state["iteration"] + 1 < args.iterations:
+        print(f"stopped after iteration {state['iteration'] + 1}: no client is uncertain any more (line 24)")
     print(f"metrics, models and pictures are in {log.folder}")
 
 

@@ -43,13 +43,17 @@ class Run:
     columns  the method's own columns of metrics.csv
     folder   where to; by default args.out, else a new folder under runs/
     trainer  whose uploads that could not be used are counted in the column left_out
+    name     what the progress bar calls it, where a program has several runs
     state    what a resumed run's checkpoint holds, None in a new run
 
     Raises UserError where the folder is taken, or its checkpoint cannot be read.
     """
 
-    def __init__(self, args: argparse.Namespace, columns: list[str], trainer: Trainer, folder: Path | None = None):
+    def __init__(
+        self, args: argparse.Namespace, columns: list[str], trainer: Trainer, folder: Path | None = None, name: str = ""
+    ):
         self.method, self.columns, self.state = Path(sys.argv[0]).stem, COLUMNS + columns, None
+        self.name = f"{name} " if name else ""
         self.trainer, self.left_out = trainer, trainer.left_out
         self.rows: list[dict] = []
         self.folder = folder or folder_of(args)
@@ -88,7 +92,7 @@ class Run:
             self.bar = tqdm(total=at_most or until, initial=state["round"], bar_format=shape,
                             mininterval=0.2 if sys.stderr.isatty() else 10, disable=ranks.RANK > 0)  # fmt: skip
         for t in range(state["round"] + 1, until + 1):
-            self.bar.set_description(f"round {t}/{at_most or until}")
+            self.bar.set_description(f"{self.name}round {t}/{at_most or until}")
             yield t
             state["round"] = t
             if ranks.RANK == 0 and time.monotonic() - self.saved_at > max(SAVE_EVERY, 20 * self.save_took):
@@ -157,6 +161,7 @@ class Run:
         ]
         rows = [[f"round {self.rows[-1]['round']}", *numbers[-1]], [f"mean of last {len(numbers)}", *mean]]
         table(title, ["", *(c.replace("_", " ") for c in columns)], rows)
+        print("ID: held-out samples of the clients that take part; OOD: the test set, or the domain left out")
         print(f"{float(self.rows[-1]['seconds']):.0f} s; metrics, model and pictures are in {self.folder}")
 
 

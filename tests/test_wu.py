@@ -17,7 +17,7 @@ import convex_hull_select
 import entropy_weighting
 import fedavg
 import minimax_select
-from common import UserError, random_at, server
+from common import UserError, plots, random_at, server
 from common.splits import deal, label_counts
 from common.train import get_weights
 from convex_hull_select import hull_vertices, principal_components
@@ -321,3 +321,19 @@ def test_a_run_leaves_its_pictures_and_goes_on_where_it_stopped(start, method, m
     assert (folder / "cut/model.pt").read_bytes() == (folder / "whole/model.pt").read_bytes()
     strip = [[{c: v for c, v in r.items() if c != "seconds"} for r in rows(folder / name)] for name in ("cut", "whole")]
     assert strip[0] == strip[1]
+
+
+def test_frames_of_a_picture_do_not_flip():
+    """The same points turned and mirrored from round to round are drawn in the same place."""
+    generator = torch.Generator().manual_seed(0)
+    xy = torch.randn(12, 2, generator=generator, dtype=torch.float64)
+    points = []
+    for t in range(1, 6):
+        turn = torch.linalg.qr(torch.randn(2, 2, generator=generator, dtype=torch.float64))[0]
+        there = torch.arange(12)[t % 3 :]  # some clients are away
+        clients, selected = there + 40.0, torch.zeros(len(there))
+        points.append(torch.column_stack([torch.full((len(there),), t), clients, xy[there] @ turn, selected]))
+    frames = plots._frames(torch.cat(points))
+    for frame in frames.values():
+        _, in_first, here = np.intersect1d(frames[1][:, 1], frame[:, 1], return_indices=True)
+        np.testing.assert_allclose(frame[here, 2:4], frames[1][in_first, 2:4], atol=1e-12)
