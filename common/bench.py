@@ -52,7 +52,7 @@ def one_rank():
     torch.set_num_threads(CORES)
     yield
     ranks.COUNT, ranks.RANK = count, rank
-    torch.set_num_threads(max(1, CORES // ranks))
+    torch.set_num_threads(max(1, CORES // count))
 
 
 def timed(groups: list[list[Row]], repetitions: int, device: torch.device) -> list[list[float]]:
@@ -106,15 +106,17 @@ def group(
     on_device = [samples.to(device) for samples in clients]
     rows = [Row(f"{name}: bare loop", work, partial(bare_loop, by_hand, x, y, on_device, epochs, batch, loss_fn))]
     for together in (False, True) if ranks.COUNT > 1 else (False,):
-        for precision in ("float32", "bfloat16"):
+        on_gpu = [("bfloat16", True)] if device.type == "cuda" else []
+        for precision, graphs in [("float32", False), ("bfloat16", False), *on_gpu]:
             trainer = train.Trainer(
-                data, device, seed=0, epochs=epochs, batch_size=batch, lr=0.01, precision=precision
+                data, device, seed=0, epochs=epochs, batch_size=batch, lr=0.01, precision=precision, graphs=graphs
             )  # fmt: skip
             call = partial(
                 trainer.local_updates, ours, train.get_weights(ours), torch.arange(len(clients)), clients, 1, loss_fn
             )
             where = f", {ranks.COUNT} ranks" if together else ""
-            rows.append(Row(f"{name}: here, {precision}{where}", work, call, together))
+            recorded = ", CUDA graphs" if graphs else ""
+            rows.append(Row(f"{name}: here, {precision}{recorded}{where}", work, call, together))
     return rows
 
 

@@ -115,6 +115,7 @@ def parse(
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
     add("--precision", choices=["float32", "bfloat16", "auto"], default="float32",
         help="bfloat16 is autocast; auto takes it where the device has it in hardware")  # fmt: skip
+    add("--cuda-graphs", action="store_true", help="replay each step of local training as one CUDA graph (GPU only)")
     add("--out", type=folder_name, metavar="DIR", help="the run's folder (default: a new one under runs/)")
     add("--resume", metavar="DIR", help="continue the run in this folder, with its flags")
     own_flags(parser.add_argument_group("this method").add_argument)
@@ -190,6 +191,8 @@ def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Cl
     """
     device = train.pick_device(args.device)
     args.precision = train.pick_precision(args.precision, device)
+    if args.cuda_graphs and device.type != "cuda":
+        raise UserError(f"--cuda-graphs needs a GPU, and this runs on {device}: leave it out")
     dataset = load(args)
     clients = splits.deal(
         dataset, args.seed, args.partition, alpha=args.alpha, clients=args.clients, participating=args.participating,
@@ -207,7 +210,7 @@ def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Cl
     model = initial_model(args, dataset, device, **model_options)
     trainer = Trainer(
         dataset, device, seed=args.seed, epochs=args.local_epochs, batch_size=args.batch_size, lr=args.lr,
-        optimizer=args.optimizer, momentum=args.momentum, precision=args.precision,
+        optimizer=args.optimizer, momentum=args.momentum, precision=args.precision, graphs=args.cuda_graphs,
     )  # fmt: skip
     return dataset, clients, model, trainer
 

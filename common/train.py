@@ -20,6 +20,7 @@ from torch import Tensor
 
 from common import UserError, first_line, random_at, ranks
 from common.data import Dataset
+from common.steps import RecordedStep, Step
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 LossFn = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -121,15 +122,17 @@ class Trainer:
     epochs, batch_size, lr, momentum   of a client's local training
     optimizer                          "sgd", or "adam", made anew for each client in each round
     precision                          "float32", or "bfloat16": autocast, weights stay in float32
+    graphs                             replay steps as CUDA graphs
     """
 
     def __init__(
         self, data: Dataset, device: torch.device, *, seed: int, epochs: int, batch_size: int, lr: float,
-        optimizer: str = "sgd", momentum: float = 0.0, precision: str = "float32",
+        optimizer: str = "sgd", momentum: float = 0.0, precision: str = "float32", graphs: bool = False,
     ):  # fmt: skip
         self.x, self.y, self.device = data.x.to(device), data.y.to(device), device
         self.seed, self.epochs, self.batch_size, self.lr = seed, epochs, batch_size, lr
         self.optimizer, self.momentum, self.precision = optimizer, momentum, precision
+        self.graphs, self.recorded = graphs, None  # the step recorded last
         self.left_out = 0  # uploads so far that could not be used
         self.chunk = 1000 if device.type == "cuda" else 250  # samples in a step of evaluation
 
@@ -189,23 +192,21 @@ class Trainer:
     ) -> Tensor:
         """One client's local epochs, on `model` in place. Returns the mean loss over all its samples."""
         model.train()
-        if self.optimizer == "adam":
-            optimizer = torch.optim.Adam(model.parameters(), lr=self.lr, fused=True)
+        if not self.graphs:
+            step = Step(self, model, loss_fn)
         else:
-            optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum, fused=True)
+            if self.recorded is None or not self.recorded.fits(model, loss_fn):
+                self.recorded = None  # gives its memory back first
+                self.recorded = RecordedStep(self, model, loss_fn)
+            step = self.recorded
+            step.restart()
         rng = random_at(self.seed, "batches", round, client)
-        total = torch.zeros((), device=self.device)
         for _ in range(self.epochs):
             order = samples[torch.from_numpy(rng.permutation(len(samples)))].to(self.device)
             for positions in order.split(self.batch_size):
-                with self.autocast():
-                    loss = loss_fn(model, self.batch(positions), self.y[positions])
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                total += loss.detach() * len(positions)
+                step(positions)
             after_epoch()
-        return total / (self.epochs * len(samples))
+        return step.total / (self.epochs * len(samples))
 
     @torch.no_grad()
     def predict(

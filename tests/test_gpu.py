@@ -51,3 +51,29 @@ def test_a_run_on_a_gpu(start, method):
 def test_auto_takes_the_gpu_and_what_it_is_good_at():
     assert pick_device("auto").type == "cuda"
     assert pick_precision("auto", GPU) == ("bfloat16" if torch.cuda.is_bf16_supported(False) else "float32")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("name", ["cnn", "resblocks"])
+def test_cuda_graphs_train_as_steps_do(tiny, name, optimizer, full_precision):
+    with seeded(CPU, 0, "model"):
+        model = build(name, (1, 8, 8), 3, width=0.125).to(GPU, memory_format=torch.channels_last)
+    w, found, samples = get_weights(model), [], [tiny.train[:40], tiny.train[40:72], tiny.train[:10]]
+    for graphs in (False, True):
+        trainer = Trainer(
+            tiny, GPU, seed=0, epochs=2, batch_size=16, lr=0.01, optimizer=optimizer, momentum=0.5, graphs=graphs
+        )
+        found.append([trainer.local_updates(model, w, torch.arange(3), samples, t)[1] for t in (1, 2)])
+    for eager, recorded in zip(*found, strict=True):
+        assert (eager - recorded).norm() < (1e-4 if optimizer == "sgd" else 1e-2) * eager.norm()
+
+
+@pytest.mark.parametrize("method", [fedavg, fediir, uefl])
+def test_a_run_with_cuda_graphs(start, method):
+    flags = {
+        fedavg: "--clients 6 --participating 4 --sample 2 --rounds 2 --width 0.125",
+        fediir: "--clients 4 --rounds 2 --test-domain dark --width 0.125",
+        uefl: "--partition domain --width 0.125 --rounds 2 --later-rounds 1 --iterations 2",
+    }[method]
+    folder = start(method, f"{flags} --local-epochs 1 --batch-size 4 --device cuda --cuda-graphs --out run") / "run"
+    assert (folder / "model.pt").exists()

@@ -128,6 +128,7 @@ MISTAKES = [
     (fedavg, "--rounds 1e3", "'1e3' is not a whole number"),
     (fedavg, "--rounds", "--rounds: expected one argument"),
     (fedavg, "--lr inf", "--lr: inf is out of range"),
+    (fedavg, "--cuda-graphs --device cpu", "--cuda-graphs needs a GPU"),
     (fedavg, "--momentum 1", "between 0 and 0.999"),
     (fedavg, "--seed -1", "--seed: -1 is out of range"),
     (fedavg, "--participating 0", "--participating: 0 is out of range"),

@@ -5,9 +5,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from common import UserError, random_at
+from common import UserError, random_at, steps
 from common.models import build
-from common.train import Trainer, get_weights, pick_device, pick_precision, seeded, set_weights, span, weights_of
+from common.train import (
+    Trainer,
+    cross_entropy,
+    get_weights,
+    pick_device,
+    pick_precision,
+    seeded,
+    set_weights,
+    span,
+    weights_of,
+)
 
 
 @pytest.fixture
@@ -137,3 +147,30 @@ def test_a_device_multiplies_in_bfloat16_only_where_its_hardware_does(monkeypatc
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
         assert pick_precision("auto", cpu) == precision
         assert pick_precision("float32", cpu) == "float32"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "momentum", "name"), [("sgd", 0.0, "cnn"), ("sgd", 0.9, "cnn"), ("adam", 0.0, "resblocks")]
+)
+def test_recorded_steps_are_steps(tiny, trainer, monkeypatch, optimizer, momentum, name):
+    """All of --cuda-graphs but the graph: warming up leaves no trace, and each client starts anew."""
+
+    def record(step):
+        for _ in range(3):
+            step()
+        return step
+
+    monkeypatch.setattr(steps, "record", record)
+    trainer.optimizer, trainer.momentum, trainer.batch_size, trainer.lr = optimizer, momentum, 16, 0.01
+    samples = [tiny.train[:40], tiny.train[40:72], tiny.train[:10]]  # with a last batch of 8, without, with no full one
+    with seeded(torch.device("cpu"), 0, "model"):
+        model = build(name, (1, 8, 8), 3, width=0.05)
+    w, found = get_weights(model), []
+    for trainer.graphs in (False, True):
+        found += [trainer.local_updates(model, w, torch.arange(3), samples, t) for t in (1, 2)]
+    for (_, updates, losses), (_, again, losses_again) in zip(found[:2], found[2:], strict=True):
+        assert torch.allclose(updates, again, atol=1e-7)
+        assert torch.allclose(losses, losses_again)
+    assert trainer.recorded.fits(model, cross_entropy)
+    assert not trainer.recorded.fits(copy.deepcopy(model), cross_entropy)
+    assert not trainer.recorded.fits(model, lambda model, x, y: cross_entropy(model, x, y))
