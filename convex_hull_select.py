@@ -4,6 +4,9 @@ Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non
 The server keeps each participating client's latest g = w - w_i, and in each round selects the vertices of these
 points' convex hull: what they span covers what clients that never train might send.
 
+The lines are those of the work's earlier version (Federated Generalization via Information-Theoretic Distribution
+Diversification), whose listing is complete; equations and sections are the later one's.
+
     Algorithm 2                                                          in the code
      1  before round 1 all participating clients train from w_0          server.arrive()
         and upload g_0^i
@@ -21,23 +24,30 @@ Where the paper is silent, and what it does not say decides much
    length (--raw: as they are), centred, and projected to their first --hull-dim principal components. On the unit
    sphere every client is a vertex: it is the projection that decides.
 2. How many are selected follows from the dimension; --draw N selects N of the vertices at random, whence a comparison
-   with K = 10 of other methods needs --draw 10. --sample has no say here.
+   with K = 10 of other methods needs --draw 10; where there are fewer, all are taken. --sample has no say here.
 3. Fewer distinct points than a hull in --hull-dim dimensions needs, or all in a plane or on a line: the hull in the
    dimension that they span. Of clients with the same point one is selected; if all are the same, the first client.
 4. alpha_i: the theory has 1/K, the experiments do not say; --weighting equal is the default.
 5. Interior, table 1's ablation, draws as many clients that are no vertices as there are vertices, or all such clients
    where there are fewer. Where there are none, the run stops.
 6. Clients that leave and come back ("client churn"): --churn is the probability with which each is away in a round.
-   Who has sent nothing that can be used yet trains from the current w to enter the table, and can be selected at once.
+   Who has sent nothing that can be compared (nothing yet, or zeros) trains from the current w to enter the table, and
+   can be selected at once.
 7. Noisy clients (figure 7): --label-noise with --trim, the trimmed mean, whose average has no weights. Of K selected
-   it cuts int(trim K) at either end.
+   it cuts int(trim K) at either end, and at least one.
 8. Event-triggered uploads (section IV-B, "communication and computation cost"): with --event-threshold a selected
    client whose g moved by less than this share of its norm uploads nothing, and the server goes on with its old g.
-9. Compared with (table 1): fedavg.py with --weighting equal and --selection random, full or power_of_choice.
+9. The models ("a CNN", "an RNN"): McMahan et al.'s and LEAF's; a ResNet-18 has group norm. See common/models.py.
+10. ID: the paper has the local test sets of the selected clients; here those of all that participate, a fifth of each
+    client's samples (of text a tenth), which it does not train on.
+11. Compared with (table 1): fedavg.py with --weighting equal and --selection random, full or power_of_choice. Not here:
+    Active selection, of figures 8 and 9.
 
     python convex_hull_select.py
     python convex_hull_select.py --selection interior                                             (table 1's ablation)
     python convex_hull_select.py --dataset cifar10 --hull-dim 4
+    python convex_hull_select.py --dataset cifar10 --alpha 0.09 --batch-size 16 --local-epochs 3 --lr 0.01 \\
+        --label-noise 0.3 0.5 --trim 0.2                                            (figure 7; its noise is not given)
 """
 
 import torch
@@ -60,7 +70,7 @@ def principal_components(products: Tensor, dim: int, scale: bool = True) -> Tens
     gram = gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()  # of the rows less their mean
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(0), vectors.flip(1)
-    spanned = int((values > max(1e-10 * values[0].item(), 1e-7 * size)).sum())  # less is float32's rounding
+    spanned = int((values > 1e-5 * size).sum())  # less is the rounding of inner products in float32
     return (vectors * values.clamp(min=0).sqrt())[:, : min(dim, spanned)]
 
 
@@ -69,6 +79,7 @@ def hull_vertices(gradients: Tensor, dim: int, scale: bool = True) -> Tensor:
 
     Line 3 in one call, for other projects; main() has the inner products already.
     """
+    gradients = gradients.detach().cpu().double()
     return vertices_of(principal_components(gradients @ gradients.T, dim, scale))
 
 
@@ -81,9 +92,9 @@ def vertices_of(points: Tensor) -> Tensor:
     return torch.from_numpy(ConvexHull(points.numpy()).vertices.astype("int64")).sort().values
 
 
-# Section V, table 1: 100 clients of which 40 participate, 5 local epochs, batches of 128, and alpha. The rest is ours:
-# 10 selected a round, 200 rounds, the learning rate (the paper tunes it over 0.1, 0.01 and 0.001 and does not say which
-# won), glyphs, and alpha on data sets that the paper does not use.
+# Section V: 100 clients of which 40 participate; table 1: 5 local epochs, batches of 128, alpha; figure 8: CIFAR-100;
+# figure 9: NICO, for a folder of images. The rest is ours: 10 selected a round, 200 rounds, table 1's learning rate
+# (the paper tunes it over 0.1, 0.01 and 0.001 and does not say which won), glyphs, alpha of data sets not in the paper.
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 SETTINGS = {
     "glyphs": {**PAPER, "alpha": 0.1, "width": 0.5, "batch_size": 32, "lr": 0.05, "rounds": 25},
@@ -109,6 +120,7 @@ def pointless(args) -> dict:
 
 def main(argv: list[str] | None = None) -> None:
     args = flags.parse(__doc__, SETTINGS, own_flags, argv, pointless)
+    args.sample = None  # has no say
     data, clients, model, trainer = flags.prepare(args)
     if (args.draw or 1) > len(clients.participating):
         raise UserError(f"--draw {args.draw}: only {len(clients.participating)} clients participate")
@@ -144,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
         rows = torch.searchsorted(everyone, selected)
         state["w"] = state["w"] - server.average(state, rows, updates, alpha, args)  # line 7
         accuracies = run.id_and_ood(trainer, model, state["w"], clients)
-        log.log(t, losses.mean(), selected, vertices=len(vertices), uploads=state["uploads"], **accuracies)
+        log.log(t, alpha.to(losses) @ losses, selected, vertices=len(vertices), uploads=state["uploads"], **accuracies)
 
     log.finish(state, model, state["w"])
     plots.accuracy_curves(log.folder / "curves.png", {args.selection: log.rows})

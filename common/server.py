@@ -31,9 +31,13 @@ def base_weights(weighting: str, data: Dataset, clients: Clients) -> Tensor:
 
 
 def trimmed_mean(updates: Tensor, share: float) -> Tensor:
-    """[K, P] -> [P]: each coordinate's mean without its int(share K) largest and as many smallest (Yin et al. 2018)."""
-    cut = int(share * len(updates))
-    return updates.sort(0).values[cut : len(updates) - cut].mean(0)
+    """[K, P] -> [P]: each coordinate's mean without its int(share K) largest and as many smallest (Yin et al. 2018).
+
+    At least one is cut at either end, where that leaves any.
+    """
+    k = len(updates)
+    cut = min(max(1, int(share * k + 1e-9)), (k - 1) // 2)
+    return updates.sort(0).values[cut : k - cut].mean(0)
 
 
 def aggregate(updates: Tensor, alpha: Tensor, trim: float) -> Tensor:
@@ -46,7 +50,7 @@ def table_flags(add) -> None:
     add("--weighting", choices=["equal", "size", "entropy"], default="equal", help="alpha of line 7")
     add("--event-threshold", type=flags.at_least(0, float), default=0.0, help="relative change under which no upload")
     add("--churn", type=flags.at_least(0, float, 0.99), default=0.0, help="probability to be away in a round")
-    add("--trim", type=flags.at_least(0, float, 0.49), default=0.0, help="share cut at both ends: the trimmed mean")
+    add("--trim", type=flags.at_least(0, float, 0.49), default=0.0, help="share cut at either end: the trimmed mean")
     add("--table-dtype", choices=["float32", "bfloat16"], default="float32", help="of the table of latest gradients")
     add("--sketch", type=flags.at_least(0), default=0, metavar="N", help="keep N random sums of each; 0: all of it")
 
@@ -71,12 +75,15 @@ def empty_table(m: int, w: Tensor, args) -> dict:
 
 
 def enter(state: dict, rows: Tensor, updates: Tensor, seed: int) -> None:
-    """The clients of these rows [K] upload their updates [K, P] into the table that empty_table() began."""
+    """The clients of these rows [K] upload their updates [K, P] into the table that empty_table() began.
+
+    Zeros have no direction to compare: who sends them counts as not seen, and will enter again.
+    """
     kept = updates if updates.shape[1] == state["table"].shape[1] else sketch(updates, state["table"].shape[1], seed)
     state["table"][rows] = kept.to(state["table"].dtype)
     update_products(state["products"], state["table"], rows)
     for row in rows.tolist():
-        state["seen"][row] = True
+        state["seen"][row] = bool(state["products"][row, row] > 0)
     state["uploads"] += len(rows)
 
 
@@ -99,20 +106,22 @@ def arrive(state: dict, t: int, args, log: Run, trainer: Trainer, model: nn.Modu
 
 
 def known(state: dict, here: Tensor) -> Tensor:
-    """Which of the rows `here` can be compared: an upload has filled them, and while there are others, not with zeros.
+    """Which of the rows `here` can be compared: an upload has filled them.
 
     Raises UserError where there is none.
     """
     rows = [i for i in here.tolist() if state["seen"][i]]
     if not rows:
-        raise UserError("no client sent an upload that can be used: lower --lr")
-    return torch.tensor([i for i in rows if state["products"][i, i] > 0] or rows)
+        raise UserError(
+            "no client sent an upload that can be compared. None is finite: lower --lr. Or all are zero: raise it"
+        )
+    return torch.tensor(rows)
 
 
 def update_products(products: Tensor, table: Tensor, changed: Tensor) -> None:
     """Brings the inner products [M, M] of the table's rows [M, P] up to date after `changed` [K]: K M P of them."""
     new = torch.zeros(len(changed), len(table), dtype=torch.float64, device=table.device)
-    for part in table.split(2**14, dim=1):  # in bfloat16 a part's sums are rounded, but not the sum over parts
+    for part in table.split(2**11, dim=1):  # in bfloat16 a part's sums are rounded, but not the sum over parts
         new += part[changed] @ part.T
     products[changed] = new.to(products)
     products[:, changed] = new.T.to(products)

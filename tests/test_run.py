@@ -157,7 +157,6 @@ MISTAKES = [
     (entropy_weighting, "--expel 0.9", "--sample 10: only 4 clients are left"),
     (entropy_weighting, "--tv -1", "--tv: -1 is out of range"),
     (entropy_weighting, "--label-noise 0.5", "--label-noise: expected 2 arguments"),
-    (minimax_select, "--trim 0.01", "cuts nobody"),
     (minimax_select, "--churn 1", "--churn: 1 is out of range"),
     (minimax_select, "--sketch 100 --event-threshold 0.1", "choose one of them"),
     (convex_hull_select, "--draw 41", "--draw 41: only 40 clients participate"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy.optimize import linprog
+from scipy.spatial import ConvexHull
 from scipy.stats import trim_mean
 from test_fedavg import initial_model, rows
 from torch.utils.flop_counter import FlopCounterMode
@@ -151,15 +152,20 @@ def test_similarities_stay_true_under_updates_of_a_few_rows_and_cost_their_produ
     assert torch.allclose(server.cosines(products).float(), cosines(table), atol=1e-6)
 
 
-def test_a_client_without_a_gradient_changes_no_selection(rng):
-    gradients = torch.from_numpy(rng.standard_normal((6, 4)))
+def test_a_client_without_a_gradient_is_not_compared_and_enters_again(rng):
+    gradients = torch.from_numpy(rng.standard_normal((6, 4))).float()
     gradients[2] = 0
-    state = {"seen": [True] * 6, "products": gradients @ gradients.T}
+    args = argparse.Namespace(sketch=0, event_threshold=0, table_dtype="float32")
+    state = server.empty_table(6, torch.zeros(4), args)
+    server.enter(state, torch.arange(6), gradients, seed=0)
     rows = server.known(state, torch.arange(6))
     assert rows.tolist() == [0, 1, 3, 4, 5]
-    others = server.cosines(state["products"][rows][:, rows])
-    assert torch.allclose(others, cosines(gradients[rows])) and server.cosines(state["products"])[2].tolist() == [0] * 6
-    assert server.known({"seen": [True, False], "products": torch.zeros(2, 2)}, torch.arange(2)).tolist() == [0]
+    assert torch.allclose(server.cosines(state["products"][rows][:, rows]).float(), cosines(gradients[rows]), atol=1e-6)
+    server.enter(state, torch.tensor([2]), torch.ones(1, 4), seed=0)
+    assert server.known(state, torch.arange(6)).tolist() == [0, 1, 2, 3, 4, 5]
+    server.enter(state, torch.arange(6), torch.zeros(6, 4), seed=0)
+    with pytest.raises(UserError, match="all are zero"):
+        server.known(state, torch.arange(6))
 
 
 @pytest.mark.parametrize(("dtype", "size", "error"), [("bfloat16", 0, 2**-8), ("float32", 4096, 4 / 64)])
@@ -241,6 +247,24 @@ def test_degenerate_tables():
     assert hull_vertices(torch.cat([triangle, triangle.mean(0, keepdim=True)]), 2, scale=False).tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("weights", [1000, 100_000])
+def test_rounding_makes_no_vertices(rng, weights):
+    """Inner products in float32 are not exact: points that are the same, on a line or in a plane must stay that."""
+    directions = torch.from_numpy(rng.standard_normal((3, weights))).float()
+    lengths = torch.from_numpy(rng.uniform(0.5, 2, (40, 1))).float()
+
+    def vertices(rows, scale=True):
+        table = server.empty_table(40, rows[0], argparse.Namespace(sketch=0, event_threshold=0, table_dtype="float32"))
+        server.enter(table, torch.arange(40), rows, seed=0)
+        return convex_hull_select.vertices_of(principal_components(table["products"], 3, scale))
+
+    assert len(vertices(lengths * directions[:1])) == 1, "all of one direction"
+    assert len(vertices(lengths * directions[torch.arange(40) % 2])) == 2, "two directions"
+    plane = torch.from_numpy(rng.standard_normal((40, 2)))
+    exact = ConvexHull((plane @ torch.linalg.cholesky(directions[:2].double() @ directions[:2].double().T)).numpy())
+    assert vertices((plane @ directions[:2].double()).float(), scale=False).tolist() == sorted(exact.vertices)
+
+
 def test_interior_is_what_is_not_a_vertex(start):
     many = CUT.replace("--clients 8 --participating 6", "--clients 11 --participating 11")
     hull, inside = (
@@ -265,6 +289,8 @@ def test_trimmed_mean_is_scipys(rng):
     updates = rng.standard_normal((10, 6))
     for share in (0.1, 0.2, 0.33):
         assert np.allclose(server.trimmed_mean(torch.from_numpy(updates), share), trim_mean(updates, share))
+    assert np.allclose(server.trimmed_mean(torch.from_numpy(updates), 0.01), trim_mean(updates, 0.1)), "at least one"
+    assert np.allclose(server.trimmed_mean(torch.from_numpy(updates[:2]), 0.4), updates[:2].mean(0)), "nobody is left"
 
 
 def test_base_weights(tiny):
