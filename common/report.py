@@ -69,7 +69,7 @@ def show(numbers: np.ndarray, column: str) -> str:
     """mean ± standard deviation, as it is printed."""
     if np.isnan(numbers).any():
         return ""
-    digits = 1 if in_percent(column) else 3
+    digits = 1 if in_percent(column) or column == "vertices" else 3
     text = f"{numbers.mean():.{digits}f}"
     return text if len(numbers) == 1 else f"{text} ± {spread(numbers):.{digits}f}"
 
