@@ -230,6 +230,7 @@ def hull_animation(file: Path, points: Tensor, rows: Sequence[Mapping[str, str]]
             left.legend(loc="upper right", fontsize=8)
             for i, (column, values) in enumerate(accuracy.items()):
                 name = column.removesuffix("_accuracy").upper()
+                right.plot(range(1, len(values) + 1), values, LINES[i], color="0.85")
                 right.plot(range(1, t + 1), values[:t], LINES[i], color=COLOURS[i], label=name)
             right.set(xlim=(1, max(2, *rounds)), ylim=(0, 1.08 * max(max(v) for v in accuracy.values() if v)),
                       title="accuracy", xlabel="round")  # fmt: skip
