@@ -1,8 +1,8 @@
 """Convex-hull selection: train those clients whose gradients are the corners of all.
 
-Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating Clients, section IV-B2.
-The server keeps each participating client's latest g = w - w_i, and in each round selects the vertices of these
-points' convex hull: what they span covers what clients that never train might send.
+Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating Clients (arXiv
+2310.07171), section IV-B2. The server keeps each participating client's latest g = w - w_i, and in each round selects
+the vertices of these points' convex hull: what they span covers what clients that never train might send.
 
 The lines are those of the work's earlier version (Federated Generalization via Information-Theoretic Distribution
 Diversification), whose listing is complete; equations and sections are the later one's.

@@ -1,8 +1,9 @@
 """Entropy weighting: the server listens most to clients that hold all kinds of labels.
 
-Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating Clients, section IV-A
-(maximum entropy aggregation). A client's weight in the average grows with the entropy of its labels, which lowers an
-upper bound on the gap between how well the model serves clients that train and clients that never do.
+Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating Clients (arXiv
+2310.07171), section IV-A (maximum entropy aggregation). A client's weight in the average grows with the entropy of its
+labels, which lowers an upper bound on the gap between how well the model serves clients that train and clients that
+never do.
 
     Section IV-A                                                         in the code
     H_i = -sum_y p_i(y) log p_i(y), p_i the labels of client i           label_entropy()

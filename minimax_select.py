@@ -1,8 +1,8 @@
 """Minimax selection: train those clients whose gradients look least like anybody else's.
 
-Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating Clients, section IV-B1.
-The server keeps each participating client's latest g = w - w_i, and in each round selects the K whose nearest
-neighbour among the others, by cosine similarity, is farthest away.
+Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating Clients (arXiv
+2310.07171), section IV-B1. The server keeps each participating client's latest g = w - w_i, and in each round selects
+the K whose nearest neighbour among the others, by cosine similarity, is farthest away.
 
 The lines are those of the work's earlier version (Federated Generalization via Information-Theoretic Distribution
 Diversification), whose listing is complete; equations and sections are the later one's.
