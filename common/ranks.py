@@ -47,11 +47,11 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Which rank does each piece of work: the largest first, to whoever has least. Ties go to the first."""
-    load, owner = [(0, r) for r in range(ranks)], [0] * len(sizes)
+def share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Which pieces of work each rank does: the largest first, to whoever has least. Ties go to the first."""
+    load, pieces = [(0, r) for r in range(ranks)], [[] for _ in range(ranks)]
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         work, r = load[0]
         heapq.heapreplace(load, (work + sizes[i], r))
-        owner[i] = r
-    return owner
+        pieces[r].append(i)
+    return pieces

@@ -163,22 +163,26 @@ class Trainer:
         """
         ids = clients.tolist()
         updates = torch.empty(len(ids), len(w), device=self.device)
-        losses = torch.empty(len(ids), device=self.device)
-        owner = ranks.share_out([len(samples[client]) for client in ids], ranks.COUNT)
-        share = 1 / max(1, owner.count(ranks.RANK)) / self.epochs
-        for i, client in enumerate(ids):
-            if owner[i] != ranks.RANK:
-                continue
-            set_weights(model, w)
-            if per_client is not None:
-                per_client(model, client)
-            with seeded(self.device, self.seed, "dropout", round, client):
-                losses[i] = self._train(model, samples[client], round, client, loss_fn, lambda: progress(share))
-            torch.sub(w, get_weights(model), out=updates[i])
+        losses = torch.zeros(len(ids), device=self.device)
+        rows_of = ranks.share_out([len(samples[client]) for client in ids], ranks.COUNT)
+        mine, under_way = rows_of[ranks.RANK], []
+        share = 1 / max(1, len(mine)) / self.epochs
+        for turn in range(max(map(len, rows_of))):
+            if turn < len(mine):
+                i, client = mine[turn], ids[mine[turn]]
+                set_weights(model, w)
+                if per_client is not None:
+                    per_client(model, client)
+                with seeded(self.device, self.seed, "dropout", round, client):
+                    losses[i] = self._train(model, samples[client], round, client, loss_fn, lambda: progress(share))
+                torch.sub(w, get_weights(model), out=updates[i])
+            if ranks.COUNT > 1:  # travels while the next client trains
+                here = [(r, rows[turn]) for r, rows in enumerate(rows_of) if turn < len(rows)]
+                under_way += [dist.broadcast(updates[i], src=r, async_op=True) for r, i in here]
         if ranks.COUNT > 1:
-            for i in range(len(ids)):
-                dist.broadcast(updates[i], src=owner[i])
-                dist.broadcast(losses[i : i + 1], src=owner[i])
+            for transfer in under_way:
+                transfer.wait()
+            dist.all_reduce(losses)  # each is known to one rank, and 0 to the others
         usable = torch.isfinite(updates.sum(1) + losses)
         if usable.all():
             return clients, updates, losses

@@ -36,14 +36,15 @@ def test_training_on_a_gpu_is_training_on_a_cpu(tiny, name, optimizer, full_prec
     assert error < (1e-4 if optimizer == "sgd" else 1e-2), "Adam divides by gradients that may be rounding errors"
 
 
+@pytest.mark.parametrize("graphs", ["", "--cuda-graphs"])
 @pytest.mark.parametrize("method", [fedavg, fediir, uefl])
-def test_a_run_on_a_gpu(start, method):
+def test_a_run_on_a_gpu(start, method, graphs):
     flags = {
         fedavg: "--clients 6 --participating 4 --sample 2 --rounds 2 --width 0.125",
         fediir: "--clients 4 --rounds 2 --test-domain dark --width 0.125",
         uefl: "--partition domain --width 0.125 --rounds 2 --later-rounds 1 --iterations 2",
     }[method]
-    folder = start(method, f"{flags} --local-epochs 1 --device cuda --out run") / "run"
+    folder = start(method, f"{flags} {graphs} --local-epochs 1 --batch-size 4 --device cuda --out run") / "run"
     assert (folder / "model.pt").exists()
     start(method, "--resume run --device cuda")
 
@@ -66,14 +67,3 @@ def test_cuda_graphs_train_as_steps_do(tiny, name, optimizer, full_precision):
         found.append([trainer.local_updates(model, w, torch.arange(3), samples, t)[1] for t in (1, 2)])
     for eager, recorded in zip(*found, strict=True):
         assert (eager - recorded).norm() < (1e-4 if optimizer == "sgd" else 1e-2) * eager.norm()
-
-
-@pytest.mark.parametrize("method", [fedavg, fediir, uefl])
-def test_a_run_with_cuda_graphs(start, method):
-    flags = {
-        fedavg: "--clients 6 --participating 4 --sample 2 --rounds 2 --width 0.125",
-        fediir: "--clients 4 --rounds 2 --test-domain dark --width 0.125",
-        uefl: "--partition domain --width 0.125 --rounds 2 --later-rounds 1 --iterations 2",
-    }[method]
-    folder = start(method, f"{flags} --local-epochs 1 --batch-size 4 --device cuda --cuda-graphs --out run") / "run"
-    assert (folder / "model.pt").exists()

@@ -47,6 +47,6 @@ def test_only_one_rank_prints(two_ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_clients_are_shared_out_longest_first(ranks):
     sizes = [7, 1, 5, 3, 3, 9]
-    owner = share_out(sizes, ranks)
-    load = [sum(n for n, r in zip(sizes, owner, strict=True) if r == rank) for rank in range(ranks)]
-    assert sum(load) == sum(sizes) and max(load) == {1: 28, 2: 15, 3: 10, 8: 9}[ranks]
+    pieces = share_out(sizes, ranks)
+    assert sorted(i for of_rank in pieces for i in of_rank) == [0, 1, 2, 3, 4, 5] and len(pieces) == ranks
+    assert max(sum(sizes[i] for i in of_rank) for of_rank in pieces) == {1: 28, 2: 15, 3: 10, 8: 9}[ranks]
