@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     plots.accuracy_curves(log.folder / "curves.png", {args.selection: log.rows})
     run.write_points(log.folder / "points.csv", state["points"])
     plots.hulls(log.folder / "hull.png", state["points"], args.hull_dim)
-    plots.hull_animation(log.folder / "hull.gif", state["points"], log.rows)
+    plots.hull_animation(log.folder / "hull.gif", state["points"], log.rows, args.hull_dim)
     log.report(f"convex_hull_select on {data.name}, {args.selection} in {args.hull_dim} dimensions")
 
 

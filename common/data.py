@@ -79,6 +79,8 @@ def load(
     elif path.is_file():
         data = plays(path)
     else:
+        if "/" in name:
+            raise UserError(f"--dataset {name}: there is no such folder")
         raise UserError(f"no data set {name!r}: choose from {', '.join(NAMES)}, or give the path of a folder of images")
     return rotated(data, rotate, seed) if rotate else data
 

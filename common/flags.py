@@ -78,7 +78,8 @@ def parse(
     parser = Parser(
         description=f"{doc.strip().splitlines()[0]} Defaults follow the data set: `--dataset mnist --help` shows those"
         " of mnist, which are the paper's where it used it.", formatter_class=_Help, allow_abbrev=False,
-        epilog=f"example: python {Path(sys.argv[0]).name} --dataset mnist --rounds 20 --out runs/first",
+        usage="python %(prog)s [--flag value ...]",
+        epilog=f"example: python {Path(sys.argv[0]).name} --rounds 10 --seed 1 --out runs/first",
     )  # fmt: skip
     add = parser.add_argument_group("data").add_argument
     add("--dataset", default="glyphs", help=f"{', '.join(data.NAMES)}, or the path of a folder of images")
@@ -113,8 +114,8 @@ def parse(
     add = parser.add_argument_group("run").add_argument
     add("--seed", type=at_least(0), default=0, help="of every random draw")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
-    add("--precision", choices=["float32", "bfloat16", "auto"], default="float32",
-        help="bfloat16 is autocast; auto takes it where the device has it in hardware")  # fmt: skip
+    add("--precision", choices=["float32", "bfloat16", "auto"], default="auto",
+        help="bfloat16 is autocast; auto takes it where the device has it in hardware, else float32")  # fmt: skip
     add("--cuda-graphs", action="store_true", help="replay each step of local training as one CUDA graph (GPU only)")
     add("--out", type=folder_name, metavar="DIR", help="the run's folder (default: a new one under runs/)")
     add("--resume", metavar="DIR", help="continue the run in this folder, with its flags")

@@ -1,7 +1,7 @@
 """The pictures. One style for all, legible in greyscale and at the width of a README."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def curves(
     marks   rounds after which a dotted line is drawn
     """
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(3.4 * len(panels), 2.7))
+        figure = Figure(figsize=(3.4 * len(panels), 3.0))
         for axes, (title, columns) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels.items(), strict=True):
             for r, (label, rows) in enumerate(runs.items()):
                 for c, column in enumerate(columns):
@@ -55,10 +55,10 @@ def curves(
                         axes.plot(*zip(*points, strict=True), color=colour, ls=line, label=name)
             for mark in marks:
                 axes.axvline(mark + 0.5, color="0.5", ls=":", lw=0.9)
-            axes.set(title=title, xlabel="round")
+            axes.set(title=title, xlabel=f"round{' (dotted: codebooks extended)' * bool(marks)}")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             if axes.get_legend_handles_labels()[1]:
-                axes.legend()
+                axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
         _save(figure, file)
 
 
@@ -111,10 +111,9 @@ def partition(file: Path, data: Dataset, clients: Clients) -> None:
                 axes.set_yticks(range(len(names)), names)
             figure.colorbar(image, ax=axes, label="samples")
         takes_part, others = len(clients.participating), len(order) - len(clients.participating)
-        axes.set(xlabel=f"clients in order: {takes_part} participating" + (f" | {others} not" if others else ""))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if len(order) <= 20:
-            axes.set_xticks(range(len(order)), order)
+        axes.set(xlabel=f"client: {takes_part} participating" + (f" | {others} not" if others else ""))
+        ticks = range(0, len(order), len(order) // 20 + 1)
+        axes.set_xticks(ticks, [order[i] for i in ticks], fontsize=7)
         _save(figure, file)
 
 
@@ -209,10 +208,10 @@ def _hull(axes, frame: np.ndarray, label: str) -> None:
     axes.scatter(*xy[chosen].T, s=26, color=COLOURS[0], ec="black", lw=0.6, label=label)
 
 
-def hull_animation(file: Path, points: Tensor, rows: Sequence[Mapping[str, str]], frames: int = 40) -> None:
+def hull_animation(file: Path, points: Tensor, rows: Sequence[Mapping[str, str]], dim: int, frames: int = 40) -> None:
     """A GIF of hulls(), with accuracy growing beside it.
 
-    points  as in hulls(); rows  of metrics.csv; frames  at most so many rounds are shown, evenly spaced
+    points, dim  as in hulls(); rows  of metrics.csv; frames  at most so many rounds are shown, evenly spaced
     """
     if ranks.RANK > 0:
         return
@@ -224,10 +223,11 @@ def hull_animation(file: Path, points: Tensor, rows: Sequence[Mapping[str, str]]
         for t in rounds:
             figure = Figure(figsize=(7.6, 3.5))
             left, right = figure.subplots(1, 2)
-            _hull(left, of_round[t], "selected")
+            _hull(left, of_round[t], f"selected, by the hull in {dim} dimensions")
             left.set(title=f"clients' gradients, round {t}", xlabel="first principal component", ylabel="second",
                      xlim=(-reach, reach), ylim=(-reach, reach), xticks=[], yticks=[])  # fmt: skip
-            left.legend(loc="upper right", fontsize=8)
+            figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize=8)
+            right.xaxis.set_major_locator(MaxNLocator(integer=True))
             for i, (column, values) in enumerate(accuracy.items()):
                 name = column.removesuffix("_accuracy").upper()
                 right.plot(range(1, len(values) + 1), values, LINES[i], color="0.85")
@@ -275,10 +275,14 @@ def _iteration_ends(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]
     return list({row["iteration"]: row for row in rows}.values())
 
 
-def uncertainties(file: Path, rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> None:
+def uncertainties(
+    file: Path, rows: Sequence[Mapping[str, str]], names: Sequence[str], threshold: Callable[[Tensor], Tensor]
+) -> None:
     """UEFL: each client's uncertainty at the end of every iteration but the last, and of the one that followed.
 
-    rows   of metrics.csv; names  per client the domain of its data
+    rows       of metrics.csv
+    names      per client the domain of its data
+    threshold  clients' uncertainties [K] -> the one above which a client gets more codewords
     """
     ends = _iteration_ends(rows)
     if len(ends) < 2:
@@ -290,6 +294,7 @@ def uncertainties(file: Path, rows: Sequence[Mapping[str, str]], names: Sequence
             was, now = ([float(u) for u in row["uncertainties"].split()] for row in (before, after))
             words = [np.array(row["codewords"].split(), dtype=int) for row in (before, after)]
             at, grew = np.arange(len(was)), words[1] > words[0]
+            axes.axhline(threshold(torch.tensor(was)).item(), color="0.5", ls=":", lw=0.9, label="threshold before")
             axes.vlines(at, was, now, color="0.6", lw=1)
             axes.plot(at, was, "o", color=COLOURS[1], mfc="white", label="before")
             axes.plot(at[~grew], np.array(now)[~grew], "o", color="0.6", label="after")
@@ -298,7 +303,7 @@ def uncertainties(file: Path, rows: Sequence[Mapping[str, str]], names: Sequence
             axes.set_ylim(0, 1.05 * max(float(u) for row in ends for u in row["uncertainties"].split()))
             axes.set_xticks(at, [f"{k}\n{name}" for k, name in zip(at, names, strict=True)], fontsize=7)
         all_axes[0].set(ylabel="uncertainty (nats)")
-        figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
         _save(figure, file)
 
 
@@ -331,7 +336,7 @@ def codebook(file: Path, tokens: Sequence[Tensor], names: Sequence[str], codewor
                              alpha=0.5, zorder=1 + (other == kind))  # fmt: skip
             axes.scatter(*placed[shared.numpy()].T, s=22, marker="*", color="white", ec="black", lw=0.6, zorder=3,
                          label="shared codewords")  # fmt: skip
-            axes.scatter(*placed[own].T, s=12, marker="D", color=COLOURS[1], ec="black", lw=0.4, zorder=4,
+            axes.scatter(*placed[own].T, s=6, marker="D", color=COLOURS[1], alpha=0.7, lw=0, zorder=4,
                          label="own codewords")  # fmt: skip
             axes.set(title=f"domain {kind}: {own.sum()} of its own")
         for axes in list(all_axes)[len(kinds) :]:

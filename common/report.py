@@ -44,6 +44,11 @@ class Runs:
     metrics: list[list[dict[str, str]]]
     seeds: list[int]
 
+    @property
+    def which(self) -> str:
+        """Their seeds, as they are printed."""
+        return f"seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"
+
     def numbers(self, column: str, last: int = 5, best: str | None = None, until: int = sys.maxsize) -> np.ndarray:
         """One number a run, of its rounds up to `until`: the mean over the last evaluations, or what it was at the one
         where `best` was highest; nan if there is none."""
@@ -78,7 +83,9 @@ def read(folder: Path) -> tuple[dict, list[dict[str, str]]]:
     """A run's flags, its method among them, and its metrics. Raises UserError where there is none."""
     try:
         about = json.loads((folder / "args.json").read_text())
-        return {"method": about["method"], **about["flags"]}, run.read_metrics(folder / "metrics.csv")
+        own, name = about["method"], about.get("name", "")
+        method = own if name.lower() in ("", own) else f"{name} beside {own}"  # another method's baseline
+        return {"method": method, **about["flags"]}, run.read_metrics(folder / "metrics.csv")
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(
             f"{folder} is not the folder of a run ({e}): give folders with args.json and metrics.csv"
@@ -140,7 +147,7 @@ def markdown(folder: Path, columns: list[str], against: str = "", **which) -> li
         raise UserError(f"{folder} has no runs{f' of {against}' if against else ''}")
     of_paper = [c for c in columns if any(row.get(c) for row in theirs.values())]
     has_verdict = bool(of_paper or against)
-    header = ["", "seeds", *(MEASURES.get(c, c) for c in columns), *(f"paper's {MEASURES.get(c, c)}" for c in of_paper)]
+    header = ["", "runs", *(MEASURES.get(c, c) for c in columns), *(f"paper's {MEASURES.get(c, c)}" for c in of_paper)]
     lines = [header + ["verdict"] * has_verdict, ["---"] * (len(header) + has_verdict)]
     for name in [*found, *(name for name in theirs if name not in found)]:
         paper_cells = [theirs.get(name, {}).get(c) or "" for c in of_paper]
@@ -148,7 +155,7 @@ def markdown(folder: Path, columns: list[str], against: str = "", **which) -> li
             lines.append([name, "", *[""] * len(columns), *paper_cells, *["not run"] * has_verdict])
             continue
         numbers = {c: found[name].numbers(c, **which) for c in columns}
-        line = [name, " ".join(map(str, found[name].seeds)), *(show(numbers[c], c) for c in columns), *paper_cells]
+        line = [name, found[name].which, *(show(numbers[c], c) for c in columns), *paper_cells]
         if has_verdict:
             c = columns[-1]
             base = found[against].numbers(c, **which) if against and name != against else None
@@ -195,7 +202,8 @@ def draw_again(kind: str, folder: Path, columns: list[str], picture: Path) -> No
         plots.bands(picture, {name: of_row.metrics for name, of_row in rows_of(folder).items()}, titles(columns))
     else:
         points = np.loadtxt(folder / "points.csv", delimiter=",", skiprows=1)
-        plots.hull_animation(picture, torch.from_numpy(points), run.read_metrics(folder / "metrics.csv"))
+        about, rows = read(folder)
+        plots.hull_animation(picture, torch.from_numpy(points), rows, about["hull_dim"])
 
 
 def titles(columns: list[str]) -> dict[str, str]:
@@ -226,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("run", nargs="+", type=Path, help="folders of runs, or the folder of the pages")
     parser.add_argument("--columns", nargs="+", help="of metrics.csv (default: the measures that the runs have)")
     parser.add_argument("--last", type=flags.at_least(1), default=5, help="evaluations over which the table averages")
-    parser.add_argument("--out", type=Path, default=Path("report.png"), help="the picture")
+    parser.add_argument("--out", type=Path, help="the picture (default: report.png, or the next number that is free)")
     args = parser.parse_args(argv)
     if [folder for folder in args.run if (folder / "README.md").exists()] == args.run[:1]:
         for page in [*sorted(args.run[0].rglob("*.md")), args.run[0].resolve().parent / "README.md"]:
@@ -236,8 +244,10 @@ def main(argv: list[str] | None = None) -> None:
     empty = [folder for folder in args.run if not below(folder)]
     if empty:
         raise UserError(f"{empty[0]} has no runs: give folders with args.json and metrics.csv")
-    if args.out.exists():
+    if args.out and args.out.exists():
         raise UserError(f"{args.out} exists: choose another --out")
+    names = (Path(f"report{end}.png") for end in ("", *(f"-{i}" for i in range(2, 1000))))
+    picture = args.out or next(name for name in names if not name.exists())
     runs = compare([run_folder for folder in args.run for run_folder in below(folder)])
     has = {
         column for of_row in runs.values() for rows in of_row.metrics for row in rows for column in row if row[column]
@@ -245,13 +255,12 @@ def main(argv: list[str] | None = None) -> None:
     columns = args.columns or [column for column in MEASURES if column in has]
     if set(columns) - has:
         raise UserError(f"--columns {min(set(columns) - has)}: the runs have {', '.join(sorted(has))}")
-    cells = [
-        [name, " ".join(map(str, of.seeds)), *(show(of.numbers(c, args.last), c) for c in columns)]
-        for name, of in runs.items()
-    ]
-    run.table(f"mean of the last {args.last} evaluations, over seeds", ["", "seeds", *columns], cells)
-    plots.bands(args.out, {name: of.metrics for name, of in runs.items()}, titles(columns))
-    print(f"curves are in {args.out}")
+    cells = [[name, of.which, *(show(of.numbers(c, args.last), c) for c in columns)] for name, of in runs.items()]
+    longest = max(len(rows) for of in runs.values() for rows in of.metrics)
+    title = f"mean of the last {min(args.last, longest)} evaluations, over seeds; accuracies in percent"
+    run.table(title, ["", "runs", *columns], cells)
+    plots.bands(picture, {name: of.metrics for name, of in runs.items()}, titles(columns))
+    print(f"curves are in {picture}")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class Run:
             self.state = _read_checkpoint(checkpoints[0], self.method, trainer.device)
             ranks.meet()  # before the first rank writes the next one
         else:
-            open_folder(args, self.folder)
+            open_folder(args, self.folder, name)
         self._open_metrics(self.state["round"] if self.state else 0)
         self.saved_at = self.started = time.monotonic()
         self.save_took, self.bar = 0.0, None
@@ -177,7 +177,7 @@ def folder_of(args: argparse.Namespace) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def open_folder(args: argparse.Namespace, folder: Path | None = None) -> Path:
+def open_folder(args: argparse.Namespace, folder: Path | None = None, name: str = "") -> Path:
     """Makes a run's folder, by default folder_of(args), with the flags in its args.json.
 
     Raises UserError where there is one already, unless the run is to be resumed.
@@ -191,8 +191,8 @@ def open_folder(args: argparse.Namespace, folder: Path | None = None) -> Path:
         raise UserError(f"{folder} exists and is not empty: choose another --out, or continue it with --resume")
     folder.mkdir(parents=True, exist_ok=True)
     about = {
-        "method": Path(sys.argv[0]).stem, "command": shlex.join(["python", *sys.argv]), "flags": vars(args),
-        "threads": torch.get_num_threads(), "ranks": ranks.COUNT,
+        "method": Path(sys.argv[0]).stem, "name": name, "command": shlex.join(["python", *sys.argv]),
+        "flags": vars(args), "threads": torch.get_num_threads(), "ranks": ranks.COUNT,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": sys.version.split()[0], "torch": torch.__version__, "torchvision": torchvision.__version__,
     }  # fmt: skip
@@ -275,7 +275,11 @@ def launch(main: Callable[[], None]) -> None:
     except OSError as e:
         code, message = 1, f"{e}; once that is mended, --resume {_opened[0]} goes on" if _opened else str(e)
     except KeyboardInterrupt:
-        code, message = 130, f"stopped; --resume {_opened[0]} goes on" if _opened else "stopped before it began"
+        code, message = 130, "stopped before it began"
+        if _opened:
+            saved = any((_opened[-1] / name).exists() for name in CHECKPOINTS)
+            where = "from its last checkpoint" if saved else "from the start, for there is no checkpoint yet"
+            message = f"stopped; --resume {_opened[0]} goes on {where}"
     except RuntimeError:
         if ranks.RANK > 0:
             time.sleep(3)  # another rank may have left, having told why: then torchrun ends this one meanwhile

@@ -40,10 +40,10 @@ def test_a_table_is_built_in_place_of_the_old_one(page):
         "Text.",
         "",
         "<!-- table runs id_accuracy last=2 against=random -->",
-        "|  | seeds | ID | paper's ID | verdict |",
+        "|  | runs | ID | paper's ID | verdict |",
         "| --- | --- | --- | --- | --- |",
-        "| random | 0 1 | 45.0 ± 7.1 | 45.0 ± 0.5 | within |",
-        "| hull | 0 1 | 77.5 ± 3.5 | 70 ± 1 | above; as in the paper, above random |",
+        "| random | seeds 0, 1 | 45.0 ± 7.1 | 45.0 ± 0.5 | within |",
+        "| hull | seeds 0, 1 | 77.5 ± 3.5 | 70 ± 1 | above; as in the paper, above random |",
         "| full |  |  | 99 | not run |",
         "",
         "More.",
@@ -139,4 +139,12 @@ def test_mistakes(tmp_path, page):
         report.rebuild(page)
     (tmp_path / "one" / "args.json").write_text("{")
     with pytest.raises(UserError, match="not the folder of a run"):
-        report.main([one])
+        report.main([one, "--out", str(tmp_path / "new.png")])
+
+
+def test_pictures_are_numbered(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "one", [0.5])
+    for name in ("report.png", "report-2.png"):
+        report.main(["one"])
+        assert (tmp_path / name).exists()

@@ -94,7 +94,7 @@ def test_flags_are_kept(start):
 
 MISTAKES = [
     (fedavg, "--dataset cifar11", "no data set 'cifar11': choose from"),
-    (fedavg, "--dataset missing/folder", "no data set 'missing/folder'"),
+    (fedavg, "--dataset missing/folder", "missing/folder: there is no such folder"),
     (fedavg, "--dataset mnist --data-dir empty", "--data-dir"),
     (fedavg, "--rounds 0", "--rounds: 0 is out of range"),
     (fedavg, "--rounds many", "'many' is not a whole number"),
@@ -277,8 +277,8 @@ def test_fedavgs_pieces_run_alone():
 
 
 def test_uefls_pieces_run_alone():
-    names = ("ExtensibleCodebook", "predictive_entropy", "uncertain", "perplexity")
-    codebook_class, entropy, uncertain, perplexity = copied("uefl.py", *names)
+    names = ("ExtensibleCodebook", "predictive_entropy", "uncertain", "perplexity", "threshold")
+    codebook_class, entropy, uncertain, perplexity, _ = copied("uefl.py", *names)
     codebook = codebook_class(8, 4, segments=2)
     codebook.extend(8, torch.randn(5, 9, 4), np.random.default_rng(0))
     output, loss, index = codebook(torch.randn(5, 9, 4))
