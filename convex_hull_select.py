@@ -20,9 +20,9 @@ Diversification), whose listing is complete; equations and sections are the late
 
 Where the paper is silent, and what it does not say decides much
 1. In which space. M points in general position are all vertices in M - 1 dimensions or more, and quickhull cannot run
-   in a million. The paper speaks of "cosine similarity to construct the convex hull". So here: rows scaled to unit
-   length (--raw: as they are), centred, and projected to their first --hull-dim principal components. On the unit
-   sphere every client is a vertex: it is the projection that decides.
+   in a million: it is the projection that decides. So here: rows centred, and projected to their first --hull-dim
+   principal components. --no-raw scales rows to unit length first, for the paper speaks of "cosine similarity to
+   construct the convex hull"; it selected more clients and ended lower (results/wu, which has dimensions 2 to 6).
 2. How many are selected follows from the dimension; --draw N selects N of the vertices at random, whence a comparison
    with K = 10 of other methods needs --draw 10; where there are fewer, all are taken. --sample has no say here.
 3. Fewer distinct points than a hull in --hull-dim dimensions needs, or all in a plane or on a line: the hull in the
@@ -50,6 +50,8 @@ Where the paper is silent, and what it does not say decides much
         --label-noise 0.3 0.5 --trim 0.2                                            (figure 7; its noise is not given)
 """
 
+import argparse
+
 import torch
 from scipy.spatial import ConvexHull
 from torch import Tensor
@@ -57,7 +59,7 @@ from torch import Tensor
 from common import UserError, flags, plots, random_at, run, server, splits, train
 
 
-def principal_components(products: Tensor, dim: int, scale: bool = True) -> Tensor:
+def principal_components(products: Tensor, dim: int, scale: bool = False) -> Tensor:
     """Inner products [M, M] of gradients -> their coordinates along the first components, float64 [M, at most dim].
 
     scale  gradients to unit length first. There are fewer coordinates than dim where they span fewer dimensions.
@@ -74,7 +76,7 @@ def principal_components(products: Tensor, dim: int, scale: bool = True) -> Tens
     return (vectors * values.clamp(min=0).sqrt())[:, : min(dim, spanned)]
 
 
-def hull_vertices(gradients: Tensor, dim: int, scale: bool = True) -> Tensor:
+def hull_vertices(gradients: Tensor, dim: int, scale: bool = False) -> Tensor:
     """Rows of gradients [M, P] that are vertices of the hull in `dim` principal components: ascending, int64.
 
     Line 3 in one call, for other projects; main() has the inner products already.
@@ -109,7 +111,7 @@ SETTINGS = {
 def own_flags(add) -> None:
     add("--selection", choices=["hull", "interior"], default="hull", help="line 3, or its ablation")
     add("--hull-dim", type=flags.at_least(1, int, 8), default=3, help="principal components in which the hull is built")
-    add("--raw", action="store_true", help="do not scale gradients to unit length first")
+    add("--raw", action=argparse.BooleanOptionalAction, default=True, help="gradients as they are, or of unit length")
     add("--draw", type=flags.at_least(1), metavar="N", help="train N of the vertices (or interior), drawn at random")
     server.table_flags(add)
 
