@@ -209,7 +209,7 @@ def _hull(axes, frame: np.ndarray, label: str) -> None:
 
 
 def hull_animation(file: Path, points: Tensor, rows: Sequence[Mapping[str, str]], dim: int, frames: int = 40) -> None:
-    """A GIF of hulls(), with accuracy growing beside it.
+    """A GIF of hulls(), each round in its own scale, with accuracy growing beside it.
 
     points, dim  as in hulls(); rows  of metrics.csv; frames  at most so many rounds are shown, evenly spaced
     """
@@ -217,7 +217,6 @@ def hull_animation(file: Path, points: Tensor, rows: Sequence[Mapping[str, str]]
         return
     of_round, images = _frames(points), []
     rounds = sorted({round(t) for t in np.linspace(min(of_round), max(of_round), min(frames, len(of_round)))})
-    reach = 1.08 * points[:, 2:4].abs().max().item() or 1.0
     accuracy = {c: [float(row[c]) for row in rows if row[c]] for c in ("id_accuracy", "ood_accuracy")}
     with matplotlib.rc_context({**STYLE, "savefig.dpi": 100}):
         for t in rounds:
@@ -225,7 +224,7 @@ def hull_animation(file: Path, points: Tensor, rows: Sequence[Mapping[str, str]]
             left, right = figure.subplots(1, 2)
             _hull(left, of_round[t], f"selected, by the hull in {dim} dimensions")
             left.set(title=f"clients' gradients, round {t}", xlabel="first principal component", ylabel="second",
-                     xlim=(-reach, reach), ylim=(-reach, reach), xticks=[], yticks=[])  # fmt: skip
+                     xticks=[], yticks=[])  # fmt: skip
             figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize=8)
             right.xaxis.set_major_locator(MaxNLocator(integer=True))
             for i, (column, values) in enumerate(accuracy.items()):
