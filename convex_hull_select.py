@@ -132,6 +132,7 @@ def main(argv: list[str] | None = None) -> None:
     log = run.Run(args, ["vertices", "uploads"], trainer)
     plots.partition(log.folder / "partition.png", data, clients)
     state = log.state or {"round": 0, "w": w, "points": torch.empty(0, 5, dtype=torch.float64), **table}
+    state["points"] = state["points"].cpu()  # a checkpoint comes back on the device
 
     for t in log.rounds(state, args.rounds):  # line 2
         here = server.arrive(state, t, args, log, trainer, model, clients)  # line 1

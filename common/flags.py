@@ -13,7 +13,7 @@ from common.splits import Clients
 from common.train import Trainer
 
 TINY = 1e-12  # stands for the least number above 0
-FREE_TO_CHANGE = ("resume", "out", "device", "data_dir")  # flags that a resumed run may give anew
+FREE_TO_CHANGE = ("resume", "out", "device", "data_dir", "cuda_graphs")  # flags that a resumed run may give anew
 
 
 def at_least(low: float, kind: type = int, most: float = float("inf")) -> Callable[[str], float]:
@@ -116,7 +116,8 @@ def parse(
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
     add("--precision", choices=["float32", "bfloat16", "auto"], default="auto",
         help="bfloat16 is autocast; auto takes it where the device has it in hardware, else float32")  # fmt: skip
-    add("--cuda-graphs", action="store_true", help="replay each step of local training as one CUDA graph (GPU only)")
+    add("--cuda-graphs", action=argparse.BooleanOptionalAction, default=False,
+        help="replay each step of local training as one CUDA graph (GPU only)")  # fmt: skip
     add("--out", type=folder_name, metavar="DIR", help="the run's folder (default: a new one under runs/)")
     add("--resume", metavar="DIR", help="continue the run in this folder, with its flags")
     own_flags(parser.add_argument_group("this method").add_argument)
@@ -193,7 +194,7 @@ def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Cl
     device = train.pick_device(args.device)
     args.precision = train.pick_precision(args.precision, device)
     if args.cuda_graphs and device.type != "cuda":
-        raise UserError(f"--cuda-graphs needs a GPU, and this runs on {device}: leave it out")
+        raise UserError(f"--cuda-graphs needs a GPU, and this runs on {device}: leave it out, or take --no-cuda-graphs")
     dataset = load(args)
     clients = splits.deal(
         dataset, args.seed, args.partition, alpha=args.alpha, clients=args.clients, participating=args.participating,

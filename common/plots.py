@@ -217,7 +217,9 @@ def hull_animation(file: Path, points: Tensor, rows: Sequence[Mapping[str, str]]
         return
     of_round, images = _frames(points), []
     rounds = sorted({round(t) for t in np.linspace(min(of_round), max(of_round), min(frames, len(of_round)))})
-    accuracy = {c: [float(row[c]) for row in rows if row[c]] for c in ("id_accuracy", "ood_accuracy")}
+    accuracy = {
+        c: [float(row[c]) for row in rows] for c in ("id_accuracy", "ood_accuracy") if all(row[c] for row in rows)
+    }
     with matplotlib.rc_context({**STYLE, "savefig.dpi": 100}):
         for t in rounds:
             figure = Figure(figsize=(7.6, 3.5))
@@ -231,7 +233,7 @@ def hull_animation(file: Path, points: Tensor, rows: Sequence[Mapping[str, str]]
                 name = column.removesuffix("_accuracy").upper()
                 right.plot(range(1, len(values) + 1), values, LINES[i], color="0.85")
                 right.plot(range(1, t + 1), values[:t], LINES[i], color=COLOURS[i], label=name)
-            right.set(xlim=(1, max(2, *rounds)), ylim=(0, 1.08 * max(max(v) for v in accuracy.values() if v)),
+            right.set(xlim=(1, max(2, *rounds)), ylim=(0, 1.08 * max(map(max, accuracy.values()))),
                       title="accuracy", xlabel="round")  # fmt: skip
             right.legend(loc="lower right")
             with io.BytesIO() as png:

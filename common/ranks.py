@@ -47,9 +47,9 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+def share_out(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Which pieces of work each rank does: the largest first, to whoever has least. Ties go to the first."""
-    load, pieces = [(0, r) for r in range(ranks)], [[] for _ in range(ranks)]
+    load, pieces = [(0, r) for r in range(count)], [[] for _ in range(count)]
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         work, r = load[0]
         heapq.heapreplace(load, (work + sizes[i], r))

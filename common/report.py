@@ -61,6 +61,13 @@ class Runs:
         return np.array(found) * (100 if in_percent(column) else 1)
 
 
+def is_number(cell: str) -> bool:
+    try:
+        return not np.isnan(float(cell))
+    except ValueError:
+        return False
+
+
 def in_percent(column: str) -> bool:
     return column == "mA" or column.endswith("accuracy")
 
@@ -214,7 +221,7 @@ def compare(folders: list[Path]) -> dict[str, Runs]:
     """Runs -> those that differ in nothing but the seed, named by the flags in which they differ from the others."""
     groups: dict[str, list[Path]] = {}
     about = {}
-    for folder in folders:
+    for folder in dict.fromkeys(folder.resolve() for folder in folders):
         all_flags = {flag: value for flag, value in read(folder)[0].items() if flag not in NOT_COMPARED}
         key = json.dumps(all_flags, sort_keys=True)
         groups.setdefault(key, []).append(folder)
@@ -223,7 +230,8 @@ def compare(folders: list[Path]) -> dict[str, Runs]:
     for key, mine in about.items():
         others = [other for other in about.values() if other["method"] == mine["method"]]
         differ = [f for f in mine if f != "method" and any(other.get(f, mine[f]) != mine[f] for other in others)]
-        names[key] = " ".join([mine["method"], *(f"--{flag.replace('_', '-')} {mine[flag]}" for flag in differ)])
+        name = " ".join([mine["method"], *(f"--{flag.replace('_', '-')} {mine[flag]}" for flag in differ)])
+        names[key] = name if name not in names.values() else f"{name} ({groups[key][0].name})"
     return {names[key]: collect(of_key) for key, of_key in groups.items()}
 
 
@@ -236,23 +244,33 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--last", type=flags.at_least(1), default=5, help="evaluations over which the table averages")
     parser.add_argument("--out", type=Path, help="the picture (default: report.png, or the next number that is free)")
     args = parser.parse_args(argv)
-    if [folder for folder in args.run if (folder / "README.md").exists()] == args.run[:1]:
-        for page in [*sorted(args.run[0].rglob("*.md")), args.run[0].resolve().parent / "README.md"]:
+    if len(args.run) == 1 and (args.run[0] / "README.md").exists():
+        pages = [*sorted(args.run[0].rglob("*.md")), args.run[0].resolve().parent / "README.md"]
+        for page in [page for page in pages if page.exists() and "<!-- table " in page.read_text()]:
             page.write_text(rebuild(page))
             print(f"{page} is up to date")
         return
     empty = [folder for folder in args.run if not below(folder)]
     if empty:
         raise UserError(f"{empty[0]} has no runs: give folders with args.json and metrics.csv")
+    if args.out and args.out.suffix not in (".png", ".pdf", ".svg"):
+        raise UserError(f"--out {args.out}: name a .png, .pdf or .svg")
     if args.out and args.out.exists():
         raise UserError(f"{args.out} exists: choose another --out")
     names = (Path(f"report{end}.png") for end in ("", *(f"-{i}" for i in range(2, 1000))))
     picture = args.out or next(name for name in names if not name.exists())
     runs = compare([run_folder for folder in args.run for run_folder in below(folder)])
     has = {
-        column for of_row in runs.values() for rows in of_row.metrics for row in rows for column in row if row[column]
+        column
+        for of_row in runs.values()
+        for rows in of_row.metrics
+        for row in rows
+        for column in row
+        if is_number(row[column])
     }
     columns = args.columns or [column for column in MEASURES if column in has]
+    if not has:
+        raise UserError(f"{args.run[0]} has no round yet: wait for the first")
     if set(columns) - has:
         raise UserError(f"--columns {min(set(columns) - has)}: the runs have {', '.join(sorted(has))}")
     cells = [[name, of.which, *(show(of.numbers(c, args.last), c) for c in columns)] for name, of in runs.items()]

@@ -277,7 +277,7 @@ def launch(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         code, message = 130, "stopped before it began"
         if _opened:
-            saved = any((_opened[-1] / name).exists() for name in CHECKPOINTS)
+            saved = any((folder / name).exists() for folder in _opened for name in CHECKPOINTS)
             where = "from its last checkpoint" if saved else "from the start, for there is no checkpoint yet"
             message = f"stopped; --resume {_opened[0]} goes on {where}"
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""How clients learn and a server averages. Devices, precision and processes are its business.
+"""How clients learn and how a model is evaluated; devices and precision.
 
 A model travels as one vector w [P]: its parameters in their order, then its floating-point buffers (the statistics
 of batch norm). A client's upload is a row of G [K, P], row i = w - w_i, so that a server's step reads as in the

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import convex_hull_select
 import fedavg
 import fediir
 import uefl
@@ -37,10 +38,11 @@ def test_training_on_a_gpu_is_training_on_a_cpu(tiny, name, optimizer, full_prec
 
 
 @pytest.mark.parametrize("graphs", ["", "--cuda-graphs"])
-@pytest.mark.parametrize("method", [fedavg, fediir, uefl])
+@pytest.mark.parametrize("method", [fedavg, convex_hull_select, fediir, uefl])
 def test_a_run_on_a_gpu(start, method, graphs):
     flags = {
         fedavg: "--clients 6 --participating 4 --sample 2 --rounds 2 --width 0.125",
+        convex_hull_select: "--clients 8 --participating 6 --rounds 2 --width 0.125",
         fediir: "--clients 4 --rounds 2 --test-domain dark --width 0.125",
         uefl: "--partition domain --width 0.125 --rounds 2 --later-rounds 1 --iterations 2",
     }[method]

@@ -108,6 +108,10 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row(tmp_path):
         "fedavg --lr 0.5": [0],
         "uefl": [0],
     }
+    assert report.compare([*folders, folders[0]]).keys() == found.keys(), "a run given twice counts once"
+    assert report.compare([*folders, folders[0]])["fedavg --lr 0.1"].seeds == [0, 1]
+    older = make_run(tmp_path / "older", [0.1], method="uefl", width=2)
+    assert set(report.compare([*folders, older])) == {*found, "uefl (older)"}, "flags that only one of them has"
     assert report.show(found["fedavg --lr 0.1"].numbers("id_accuracy"), "id_accuracy") == "60.0 ± 14.1"
 
 
@@ -127,6 +131,8 @@ def test_mistakes(tmp_path, page):
         ([one, "--out", str(tmp_path / "there.png")], "there.png exists"),
         ([one, "--columns", "mA", "--out", str(tmp_path / "new.png")], "--columns mA: the runs have id_accuracy"),
         ([one, "--last", "0"], "--last: 0 is out of range"),
+        ([one, "--out", str(tmp_path / "new.xyz")], "name a .png"),
+        ([one, "--columns", "round", "name", "--out", str(tmp_path / "new.png")], "--columns name"),
     ]:
         with pytest.raises(UserError, match=says):
             report.main(argv)
