@@ -137,7 +137,8 @@ def main(argv: list[str] | None = None) -> None:
     for t in log.rounds(state, args.rounds):  # line 2
         here = server.arrive(state, t, args, log, trainer, model, clients)  # line 1
         products = state["products"][here][:, here].cpu()
-        vertices = vertices_of(principal_components(products, args.hull_dim, not args.raw))  # line 3
+        components = principal_components(products, max(2, args.hull_dim), not args.raw)
+        vertices = vertices_of(components[:, : args.hull_dim])  # line 3
         rng = random_at(args.seed, "select", t)
         if args.selection == "hull":
             among, count = vertices, args.draw or len(vertices)
@@ -147,10 +148,7 @@ def main(argv: list[str] | None = None) -> None:
             if not len(among):
                 raise UserError(f"round {t}: no client lies inside the hull; lower --hull-dim")
         chosen = here[splits.draw(among, min(count, len(among)), rng)]
-        plane = principal_components(products, 2, not args.raw)  # for the pictures alone
-        frame = torch.zeros(len(here), 5, dtype=torch.float64)
-        frame[:, 0], frame[:, 1], frame[:, 4] = t, everyone[here], torch.isin(here, chosen)
-        frame[:, 2 : 2 + plane.shape[1]] = plane
+        frame = plots.hull_points(t, everyone[here], components, torch.isin(here, chosen))
         state["points"] = torch.cat([state["points"], frame])
         selected, updates, losses = trainer.local_updates(
             model, state["w"], everyone[chosen], clients.train, t, progress=log.tick

@@ -159,8 +159,7 @@ ROTATED = {**PAPER, "rotate": [0, 15, 30, 45, 60, 75], "test_domain": "0", "mode
            "batch_size": 64, "gamma": 1e-2}  # fmt: skip
 SETTINGS = {
     "glyphs": {**PAPER, "test_domain": "mono", "clients": 12, "model": "convnet", "width": 0.125, "lr": 0.05,
-               "momentum": 0.9, "batch_size": 32, "gamma": 1e-2, "rounds": 18,
-               "validate_every": 2},
+               "momentum": 0.9, "batch_size": 32, "gamma": 1e-2, "rounds": 18, "validate_every": 2},
     "mnist": ROTATED,
     "fmnist": ROTATED,
     "emnist": ROTATED,
@@ -172,13 +171,7 @@ def own_flags(add) -> None:
     add("--gamma", type=flags.at_least(0, float), default=1e-2, help="gamma, weight of the penalty; 0 is FedAvg")
     add("--ema", type=flags.at_least(0, float, 1), default=0.95, help="v of the global gradient's moving average")
     add("--server-lr", type=flags.positive, default=1.0, help="eta_g, the server's step size")
-    add(
-        "--validate-every",
-        type=flags.at_least(1),
-        default=1,
-        metavar="ROUNDS",
-        help="rounds between two validations and tests",
-    )
+    add("--validate-every", type=flags.at_least(1), default=1, metavar="N", help="validate and test each N rounds")
     add("--compare", action=argparse.BooleanOptionalAction, default=True, help="train FedAvg on the same clients, too")
 
 

@@ -167,6 +167,13 @@ def similarity(file: Path, cosines: Tensor, selections: Sequence[Sequence[int]],
         _save(figure, file)
 
 
+def hull_points(round: int, clients: Tensor, components: Tensor, selected: Tensor) -> Tensor:
+    """A round's share of what hulls() draws, float64 [M, 5]: clients [M], their components [M, any], selected [M]."""
+    plane = torch.nn.functional.pad(components[:, :2], (0, max(0, 2 - components.shape[1])))
+    columns = [torch.full((len(clients),), round), clients, plane[:, 0], plane[:, 1], selected]
+    return torch.column_stack([column.double() for column in columns])
+
+
 def hulls(file: Path, points: Tensor, dim: int) -> None:
     """Clients' gradients in the plane of their first two principal components, in the first round and in the last.
 

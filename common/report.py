@@ -91,8 +91,9 @@ def read(folder: Path) -> tuple[dict, list[dict[str, str]]]:
     try:
         about = json.loads((folder / "args.json").read_text())
         own, name = about["method"], about.get("name", "")
-        method = own if name.lower() in ("", own) else f"{name} beside {own}"  # another method's baseline
-        return {"method": method, **about["flags"]}, run.read_metrics(folder / "metrics.csv")
+        if name.lower() not in ("", own):  # another method's baseline, which runs for as many rounds as that did
+            about |= {"method": f"{name} beside {own}", "flags": {**about["flags"], "rounds": None}}
+        return {"method": about["method"], **about["flags"]}, run.read_metrics(folder / "metrics.csv")
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(
             f"{folder} is not the folder of a run ({e}): give folders with args.json and metrics.csv"

@@ -367,6 +367,8 @@ def test_frames_of_a_picture_do_not_flip():
 
 def test_a_hull_is_drawn_where_nobody_is_left_out(start):
     """All clients take part and there is no test set for the others: no OOD accuracy to draw."""
-    folder = start(convex_hull_select, "--partition silos --silos 2 2 --silo-size 12 --rotate 0 90 --rounds 1 --out run")
+    folder = start(
+        convex_hull_select, "--partition silos --silos 2 2 --silo-size 12 --rotate 0 90 --rounds 1 --out run"
+    )
     assert not rows(folder / "run")[0]["ood_accuracy"]
     assert (folder / "run" / "hull.gif").exists()
