@@ -102,7 +102,7 @@ def _convnet(channels: int, scaled) -> nn.Sequential:
     layers, sizes = [], [channels, scaled(64), scaled(128), scaled(128), scaled(128)]
     for i in range(4):
         layers += [nn.Conv2d(sizes[i], sizes[i + 1], 3, stride=2 if i == 1 else 1, padding=1), nn.ReLU()]
-        layers += [nn.GroupNorm(8, sizes[i + 1])]
+        layers += [GroupNorm(8, sizes[i + 1])]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
@@ -126,6 +126,13 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(x + self.body(x))
+
+
+class GroupNorm(nn.GroupNorm):
+    """Group norm in float32 under autocast on a CPU, too, as it is on a GPU; in bfloat16 it would also be slower."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
 
 
 class CharRNN(nn.Module):
@@ -162,8 +169,8 @@ class ImageNetScale(nn.Module):
         return ((x + 1) / 2 - self.mean) / self.std  # a grey image becomes three equal channels on the way
 
 
-def _group_norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(32, channels)
+def _group_norm(channels: int) -> GroupNorm:
+    return GroupNorm(32, channels)
 
 
 def _resnet(name: str, channels: int, pretrained: str) -> nn.Sequential:
