@@ -3,7 +3,7 @@ import torch
 import torchvision
 
 from common import UserError
-from common.models import build
+from common.models import GroupNorm, build
 
 
 def parameters(model):
@@ -29,6 +29,15 @@ def test_guos_convnet():
     convolutions = 9 * (64 + 64 * 128 + 128 * 128 + 128 * 128) + 64 + 3 * 128
     norms = 2 * (64 + 3 * 128)
     assert parameters(build("convnet", (1, 28, 28), 10)) == convolutions + norms + 128 * 10 + 10
+
+
+def test_group_norm_under_bfloat16_is_that_of_float32():
+    x = torch.randn(3, 8, 5, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = GroupNorm(2, 8)(x)
+    groups = x.double().view(3, 2, -1)
+    expected = (groups - groups.mean(2, keepdim=True)) / groups.std(2, correction=0, keepdim=True)
+    assert torch.allclose(found.double(), expected.view(x.shape), atol=1e-4)  # bfloat16 would be off by 1e-2
 
 
 def test_zhangs_encoder_gives_nine_tokens_of_512_channels():
