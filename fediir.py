@@ -123,6 +123,7 @@ def federate(args, trainer: train.Trainer, model: nn.Module, w: Tensor, clients:
     state = log.state or {
         "round": 0, "w": w, "g": torch.zeros(size, device=trainer.device), "best_w": w, "chosen": {"id_accuracy": -1.0},
     }  # line 1  # fmt: skip
+    loss = partial(fediir_loss, global_gradient=state["g"], gamma=args.gamma)  # g changes in place
     for t in log.rounds(state, args.rounds):  # line 2
         selected = splits.draw(clients.participating, args.sample, random_at(args.seed, "select", t))  # line 3
         gradients, risks = client_gradients(trainer, model, state["w"], [clients.train[k] for k in selected])
@@ -132,11 +133,10 @@ def federate(args, trainer: train.Trainer, model: nn.Module, w: Tensor, clients:
         trainer.left_out += int((~usable).sum())
         selected, gradients, risks = selected[usable.cpu()], gradients[usable], risks[usable]
         mean = gradients.mean(0)  # line 4
-        state["g"] = moving_average(state["g"], mean, args.ema)
+        state["g"].copy_(moving_average(state["g"], mean, args.ema))
         selected, updates, losses = trainer.local_updates(
-            model, state["w"], selected, clients.train, t,
-            partial(fediir_loss, global_gradient=state["g"], gamma=args.gamma), progress=log.tick,
-        )  # lines 5-14  # fmt: skip
+            model, state["w"], selected, clients.train, t, loss, progress=log.tick
+        )  # lines 5-14
         state["w"] = state["w"] - args.server_lr * updates.mean(0)  # line 15
         accuracies = {"id_accuracy": None, "ood_accuracy": None}
         if t % args.validate_every == 0 or t == args.rounds:
@@ -206,6 +206,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.test_domain is None:
         raise UserError("--test-domain is missing: name the domain to leave out, or all for each in turn")
     if args.test_domain == "all":
+        train.pick_device(args.device)
         domains = flags.load(args).domains
         if not domains:
             raise UserError(f"--test-domain all: {args.dataset} has no domains; make some with --rotate")

@@ -100,7 +100,7 @@ def group(
     by_hand  the model as it is usually written, if not like `model`
     """
     x, y = (data.x.float() / 127.5 - 1).to(device), data.y.to(device)
-    by_hand = copy.deepcopy(by_hand or model).to(device)
+    by_hand = copy.deepcopy(by_hand or model).to(device, memory_format=torch.contiguous_format)
     ours = model.to(device, memory_format=torch.channels_last)
     work = epochs * sum(map(len, clients))
     on_device = [samples.to(device) for samples in clients]

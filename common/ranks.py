@@ -17,10 +17,10 @@ import torch.distributed as dist
 RANK, COUNT = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets them
 
 
-def join() -> None:
-    """Lets the ranks find each other, if there are several."""
+def join(device: torch.device) -> None:
+    """Lets the ranks, each with a device of this type, find each other, if there are several."""
     if COUNT > 1 and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(days=7))  # a client's local epochs may take hours
 
 
@@ -32,8 +32,7 @@ def meet() -> None:
 
 @contextmanager
 def first_rank_first():
-    """What is inside, the first rank does before the others do: it downloads a data set, and they find it."""
-    join()
+    """Inside, the first rank goes first: it downloads a data set, and the others find it. They have join()ed before."""
     if RANK > 0:
         meet()
     yield

@@ -149,7 +149,7 @@ class Run:
         train.set_weights(model, w)
         if ranks.RANK == 0:
             self.save(state)
-            _write(self.folder / "model.part", model.state_dict())
+            _write(self.folder / "model.part", {name: t.cpu() for name, t in model.state_dict().items()})
             (self.folder / "model.part").replace(self.folder / "model.pt")
 
     def report(self, title: str) -> None:
@@ -193,7 +193,7 @@ def open_folder(args: argparse.Namespace, folder: Path | None = None, name: str 
     about = {
         "method": Path(sys.argv[0]).stem, "name": name, "command": shlex.join(["python", *sys.argv]),
         "flags": vars(args), "threads": torch.get_num_threads(), "ranks": ranks.COUNT,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
         "python": sys.version.split()[0], "torch": torch.__version__, "torchvision": torchvision.__version__,
     }  # fmt: skip
     (folder / "args.part").write_text(json.dumps(about, indent=1) + "\n")

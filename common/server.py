@@ -120,6 +120,7 @@ def known(state: dict, here: Tensor) -> Tensor:
 
 def update_products(products: Tensor, table: Tensor, changed: Tensor) -> None:
     """Brings the inner products [M, M] of the table's rows [M, P] up to date after `changed` [K]: K M P of them."""
+    changed = changed.to(table.device)
     new = torch.zeros(len(changed), len(table), dtype=torch.float64, device=table.device)
     for part in table.split(2**11, dim=1):  # in bfloat16 a part's sums are rounded, but not the sum over parts
         new += part[changed] @ part.T
@@ -141,7 +142,8 @@ def sketch(updates: Tensor, size: int, seed: int) -> Tensor:
     rng = random_at(seed, "sketch")
     into = torch.from_numpy(rng.integers(size, size=updates.shape[1]))
     sign = torch.from_numpy(rng.integers(2, size=updates.shape[1], dtype=np.int8)) * 2 - 1
-    return updates.new_zeros(len(updates), size).index_add_(1, into.to(updates.device), updates * sign.to(updates))
+    signed = updates.double() * sign.to(updates.device)  # float64, for a GPU adds in any order, and ranks must agree
+    return signed.new_zeros(len(updates), size).index_add_(1, into.to(updates.device), signed).to(updates)
 
 
 def average(state: dict, rows: Tensor, updates: Tensor, alpha: Tensor, args) -> Tensor:

@@ -42,8 +42,9 @@ class Step:
 class RecordedStep(Step):
     """The same for one client after the other, full batches as a CUDA graph.
 
-    The graph knows the model's tensors by their addresses, hence fits() a model as long as these stay, and only the
-    same loss (FedIIR has a new one each round). A batch that is not full is taken as Step takes it.
+    The graph knows tensors by their addresses: it fits() a model as long as these stay, and only the loss that was
+    recorded, whose own tensors must change in place (as FedIIR's does). A batch that is not full is taken as Step
+    takes it.
     """
 
     def __init__(self, trainer: Trainer, model: nn.Module, loss_fn: LossFn):

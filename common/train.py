@@ -39,6 +39,8 @@ def pick_device(name: str) -> torch.device:
     Raises UserError for a device that is not there.
     """
     keep_freed_memory()
+    if ranks.COUNT > 1 and name.startswith("cuda:"):
+        raise UserError(f"--device {name}: several ranks cannot share a GPU; leave it out, and each takes its own")
     found = "cuda" if name == "auto" and torch.cuda.is_available() else "cpu" if name == "auto" else name
     if found == "cuda" and ranks.COUNT > 1:
         found = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -52,12 +54,16 @@ def pick_device(name: str) -> torch.device:
         raise UserError(f"--device {name} cannot be used ({first_line(e)}): choose auto or cpu") from e
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    ranks.join()
+        torch.backends.cudnn.deterministic = True  # else a resumed run would end elsewhere
+    ranks.join(device)
     return device
 
 
 def pick_precision(name: str, device: torch.device) -> str:
-    """`auto` is bfloat16 where the device multiplies in it natively, else float32. See results/speed.md."""
+    """`auto` is bfloat16 where the device multiplies in it natively, else float32. See results/speed.md.
+
+    On a GPU float32 is what PyTorch makes of it: its convolutions multiply in TF32.
+    """
     if name != "auto":
         return name
     if device.type == "cuda":
@@ -196,7 +202,7 @@ class Trainer:
     ) -> Tensor:
         """One client's local epochs, on `model` in place. Returns the mean loss over all its samples."""
         model.train()
-        if not self.graphs:
+        if not self.graphs or len(samples) < self.batch_size:
             step = Step(self, model, loss_fn)
         else:
             if self.recorded is None or not self.recorded.fits(model, loss_fn):
@@ -205,8 +211,8 @@ class Trainer:
             step = self.recorded
             step.restart()
         rng = random_at(self.seed, "batches", round, client)
-        for _ in range(self.epochs):
-            order = samples[torch.from_numpy(rng.permutation(len(samples)))].to(self.device)
+        orders = [samples[torch.from_numpy(rng.permutation(len(samples)))] for _ in range(self.epochs)]
+        for order in torch.stack(orders).to(self.device):  # one copy a client, since a GPU's queue runs empty meanwhile
             for positions in order.split(self.batch_size):
                 step(positions)
             after_epoch()

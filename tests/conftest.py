@@ -53,8 +53,9 @@ def start(monkeypatch, tmp_path):
     monkeypatch.setattr(common.data, "load", lambda name, *args: make_tiny())
 
     def run_method(method, flags):
-        precision = [] if "--resume" in flags else ["--precision", "float32"]  # the same wherever the tests run
-        monkeypatch.setattr(sys, "argv", [f"{method.__name__}.py", *precision, *flags.split()])
+        usual = [] if "--resume" in flags else ["--precision", "float32"]  # the same wherever the tests run
+        usual += [] if "--device" in flags else ["--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", [f"{method.__name__}.py", *usual, *flags.split()])
         method.main()
         return tmp_path
 
