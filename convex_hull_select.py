@@ -8,30 +8,30 @@ The lines are those of the work's earlier version (Federated Generalization via 
 Diversification), whose listing is complete; equations and sections are the later one's.
 
     Algorithm 2                                                          in the code
-     1  before round 1 all participating clients train from w_0          server.arrive()
+     1  before round 1 all participating clients train from w_0          server.available_rows()
         and upload g_0^i
      2  for round t = 1 .. T                                             args.rounds
      3      I_t = Convex Hull(table), by quickhull                       principal_components(), vertices_of()
      4      for client i in I_t in parallel
      5          w_t^i = LocalSolver(w_t, S_i, eta);  g_t^i = w_t - w_t^i  trainer.local_updates
-     7      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                server.average()
-        the table keeps g_t^i for i in I_t                               state["table"], and in state["products"]
-                                                                         the inner products: K M P a round
+     7      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                server.aggregate()
+        the table keeps g_t^i for i in I_t                               server.upload(); it also keeps the rows'
+                                                                         inner products, K M P new ones a round
 
-Where the paper is silent, and what it does not say decides much
+Where the paper is silent (and these choices matter)
 1. In which space. M points in general position are all vertices in M - 1 dimensions or more, and quickhull cannot run
    in a million: it is the projection that decides. So here: rows centred, and projected to their first --hull-dim
    principal components. --no-raw scales rows to unit length first, for the paper speaks of "cosine similarity to
    construct the convex hull"; it selected more clients and ended lower (results/wu, which has dimensions 2 to 6).
-2. How many are selected follows from the dimension; --draw N selects N of the vertices at random, whence a comparison
-   with K = 10 of other methods needs --draw 10; where there are fewer, all are taken. --sample has no say here.
+2. How many are selected follows from the dimension; --draw N selects N of the vertices at random, or all where there
+   are fewer: take --draw 10 to compare with K = 10 of other methods. --sample does nothing here.
 3. Fewer distinct points than a hull in --hull-dim dimensions needs, or all in a plane or on a line: the hull in the
    dimension that they span. Of clients with the same point one is selected; if all are the same, the first client.
 4. alpha_i: the theory has 1/K, the experiments do not say; --weighting equal is the default.
 5. Interior, table 1's ablation, draws as many clients that are no vertices as there are vertices, or all such clients
    where there are fewer. Where there are none, the run stops.
 6. Clients that leave and come back ("client churn"): --churn is the probability with which each is away in a round.
-   Who has sent nothing that can be compared (nothing yet, or zeros) trains from the current w to enter the table, and
+   A client without a usable update (none yet, or all zeros) first trains from the current w to enter the table, and
    can be selected at once.
 7. Noisy clients (figure 7): --label-noise with --trim, the trimmed mean, whose average has no weights. Of K selected
    it cuts int(trim K) at either end, and at least one.
@@ -94,6 +94,11 @@ def vertices_of(points: Tensor) -> Tensor:
     return torch.from_numpy(ConvexHull(points.numpy()).vertices.astype("int64")).sort().values
 
 
+def interior(m: int, vertices: Tensor) -> Tensor:
+    """Which of m points are none of the vertices: ascending, int64."""
+    return torch.nonzero(torch.isin(torch.arange(m), vertices, invert=True)).flatten()
+
+
 # Section V: 100 clients of which 40 participate; table 1: 5 local epochs, batches of 128, alpha; figure 8: CIFAR-100;
 # figure 9: NICO, for a folder of images. The rest is ours: 10 selected a round, 200 rounds, table 1's learning rate
 # (the paper tunes it over 0.1, 0.01 and 0.001 and does not say which won), glyphs, alpha of data sets not in the paper.
@@ -116,13 +121,13 @@ def own_flags(add) -> None:
     server.table_flags(add)
 
 
-def pointless(args) -> dict:
-    return {**server.pointless(args), "sample": "the hull says how many are selected; --draw takes fewer"}
+def without_effect(args) -> dict:
+    return {**server.without_effect(args), "sample": "the hull says how many are selected; --draw takes fewer"}
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = flags.parse(__doc__, SETTINGS, own_flags, argv, pointless)
-    args.sample = None  # has no say
+    args = flags.parse(__doc__, SETTINGS, own_flags, argv, without_effect)
+    args.sample = None  # the hull decides
     data, clients, model, trainer = flags.prepare(args)
     if (args.draw or 1) > len(clients.participating):
         raise UserError(f"--draw {args.draw}: only {len(clients.participating)} clients participate")
@@ -135,19 +140,15 @@ def main(argv: list[str] | None = None) -> None:
     state["points"] = state["points"].cpu()  # a checkpoint comes back on the device
 
     for t in log.rounds(state, args.rounds):  # line 2
-        here = server.arrive(state, t, args, log, trainer, model, clients)  # line 1
+        here = server.available_rows(state, t, args, log, trainer, model, clients)  # line 1
         products = state["products"][here][:, here].cpu()
         components = principal_components(products, max(2, args.hull_dim), not args.raw)
         vertices = vertices_of(components[:, : args.hull_dim])  # line 3
-        rng = random_at(args.seed, "select", t)
-        if args.selection == "hull":
-            among, count = vertices, args.draw or len(vertices)
-        else:
-            among, count = torch.arange(len(here)), args.draw or len(vertices)
-            among = among[~torch.isin(among, vertices)]
-            if not len(among):
-                raise UserError(f"round {t}: no client lies inside the hull; lower --hull-dim")
-        chosen = here[splits.draw(among, min(count, len(among)), rng)]
+        candidates = vertices if args.selection == "hull" else interior(len(here), vertices)
+        if not len(candidates):
+            raise UserError(f"round {t}: no client lies inside the hull; lower --hull-dim")
+        count = min(args.draw or len(vertices), len(candidates))
+        chosen = here[splits.draw(candidates, count, random_at(args.seed, "select", t))]
         frame = plots.hull_points(t, everyone[here], components, torch.isin(here, chosen))
         state["points"] = torch.cat([state["points"], frame])
         selected, updates, losses = trainer.local_updates(
@@ -155,14 +156,14 @@ def main(argv: list[str] | None = None) -> None:
         )  # lines 4-6
         alpha = weights[selected] / weights[selected].sum()
         rows = torch.searchsorted(everyone, selected)
-        state["w"] = state["w"] - server.average(state, rows, updates, alpha, args)  # line 7
+        updates = server.upload(state, rows, updates, args)  # the table keeps them
+        state["w"] = state["w"] - server.aggregate(updates, alpha, args.trim)  # line 7
         accuracies = run.id_and_ood(trainer, model, state["w"], clients)
         log.log(t, alpha.to(losses) @ losses, selected, vertices=len(vertices), uploads=state["uploads"], **accuracies)
 
     log.finish(state, model, state["w"])
     plots.accuracy_curves(log.folder / "curves.png", {args.selection: log.rows})
     run.write_points(log.folder / "points.csv", state["points"])
-    plots.hulls(log.folder / "hull.png", state["points"], args.hull_dim)
     plots.hull_animation(log.folder / "hull.gif", state["points"], log.rows, args.hull_dim)
     log.report(f"convex_hull_select on {data.name}, {args.selection} in {args.hull_dim} dimensions")
 

@@ -70,12 +70,12 @@ def own_flags(add) -> None:
     add("--server-lr", type=flags.positive, default=1.0, help="eta_g, the server's step size")
 
 
-def pointless(args) -> dict:
+def without_effect(args) -> dict:
     return {"sample": args.selection == "full" and "--selection full takes everybody"}
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = flags.parse(__doc__, SETTINGS, own_flags, argv, pointless)
+    args = flags.parse(__doc__, SETTINGS, own_flags, argv, without_effect)
     data, clients, model, trainer = flags.prepare(args)
     log = run.Run(args, [], trainer)
     plots.partition(log.folder / "partition.png", data, clients)

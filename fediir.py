@@ -64,17 +64,23 @@ from common import UserError, flags, plots, random_at, run, splits, train
 from common.splits import Clients
 
 
+def risk_and_gradient(model: nn.Module, z: Tensor, y: Tensor, create_graph: bool = False) -> tuple[Tensor, Tensor]:
+    """From features z: the risk R, the mean cross-entropy, and its gradient grad_omega R [Q] for the classifier."""
+    with torch.autocast(z.device.type, enabled=False):  # gradients are compared in full precision
+        risk = F.cross_entropy(model.classifier(z.to(next(model.parameters()).dtype)), y)
+        gradient = torch.autograd.grad(risk, list(model.classifier.parameters()), create_graph=create_graph)
+        return risk, torch.cat([g.flatten() for g in gradient])
+
+
 def classifier_gradient(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """grad_omega R(theta; x, y) [Q], and the risk R itself, the mean cross-entropy.
+    """grad_omega R(theta; x, y) [Q], and the risk R itself.
 
     model  has .features and .classifier; nothing is computed backwards through .features
     """
     with torch.no_grad():
         z = model.features(x)
-    with torch.autocast(x.device.type, enabled=False):  # gradients are compared in full precision
-        risk = F.cross_entropy(model.classifier(z.to(next(model.parameters()).dtype)), y)
-        gradient = torch.autograd.grad(risk, list(model.classifier.parameters()))
-    return torch.cat([g.flatten() for g in gradient]), risk.detach()
+    risk, gradient = risk_and_gradient(model, z, y)
+    return gradient, risk.detach()
 
 
 def fediir_loss(model: nn.Module, x: Tensor, y: Tensor, global_gradient: Tensor, gamma: float) -> Tensor:
@@ -82,12 +88,8 @@ def fediir_loss(model: nn.Module, x: Tensor, y: Tensor, global_gradient: Tensor,
 
     Its gradient reaches all parameters through grad_omega R too, which takes a second derivative.
     """
-    z = model.features(x)
-    with torch.autocast(x.device.type, enabled=False):
-        risk = F.cross_entropy(model.classifier(z.to(next(model.parameters()).dtype)), y)
-        gradient = torch.autograd.grad(risk, list(model.classifier.parameters()), create_graph=True)
-        gap = torch.cat([g.flatten() for g in gradient]) - global_gradient
-        return risk + gamma / 2 * gap.square().sum()
+    risk, gradient = risk_and_gradient(model, model.features(x), y, create_graph=True)
+    return risk + gamma / 2 * (gradient - global_gradient).square().sum()
 
 
 def moving_average(before: Tensor, now: Tensor, v: float) -> Tensor:
@@ -175,7 +177,7 @@ def own_flags(add) -> None:
     add("--compare", action=argparse.BooleanOptionalAction, default=True, help="train FedAvg on the same clients, too")
 
 
-def pointless(args) -> dict:
+def without_effect(args) -> dict:
     return {"compare": args.gamma == 0 and "--gamma 0 is FedAvg", "ema": args.gamma == 0 and "--gamma 0 is FedAvg"}
 
 
@@ -185,12 +187,12 @@ def leave_out(args, domain: str, folder: Path) -> list[list]:
     dataset, clients, model, trainer = flags.prepare(args)
     start, everyone = train.get_weights(model), [clients.train[k] for k in clients.participating]
     cosines = {"at the start": alignment(client_gradients(trainer, model, start, everyone)[0])}
-    runs = [("FedIIR", args.gamma, folder), ("FedAvg", 0.0, folder / "fedavg")]
+    runs = [("FedIIR" if args.gamma else "FedAvg", args.gamma, folder), ("FedAvg", 0.0, folder / "fedavg")]
     logs, rows = {}, []
     for name, gamma, where in runs if args.compare and args.gamma else runs[:1]:
         args.gamma = gamma
         log = run.Run(args, COLUMNS, trainer, where, name)
-        if name == "FedIIR":
+        if where == folder:
             plots.partition(folder / "partition.png", dataset, clients)
         state = federate(args, trainer, model, start, clients, log)
         cosines[f"last round of {name}"] = alignment(client_gradients(trainer, model, state["w"], everyone)[0])
@@ -202,7 +204,7 @@ def leave_out(args, domain: str, folder: Path) -> list[list]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = flags.parse(__doc__, SETTINGS, own_flags, argv, pointless)
+    args = flags.parse(__doc__, SETTINGS, own_flags, argv, without_effect)
     if args.test_domain is None:
         raise UserError("--test-domain is missing: name the domain to leave out, or all for each in turn")
     if args.test_domain == "all":

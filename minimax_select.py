@@ -8,7 +8,7 @@ The lines are those of the work's earlier version (Federated Generalization via 
 Diversification), whose listing is complete; equations and sections are the later one's.
 
     Algorithm 2, with Algorithm 1 in line 3                              in the code
-     1  before round 1 all participating clients train from w_0          server.arrive()
+     1  before round 1 all participating clients train from w_0          server.available_rows()
         and upload g_0^i
      2  for round t = 1 .. T                                             args.rounds
      3      I_t = MinimaxSim(table, K):                                  minimax_select()
@@ -16,9 +16,9 @@ Diversification), whose listing is complete; equations and sections are the late
                 the K clients of the smallest S*_i         (16)
      4      for client i in I_t in parallel
      5          w_t^i = LocalSolver(w_t, S_i, eta);  g_t^i = w_t - w_t^i  trainer.local_updates
-     7      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                server.average()
-        the table keeps g_t^i for i in I_t                               state["table"], and in state["products"]
-                                                                         the inner products: K M P a round
+     7      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                server.aggregate()
+        the table keeps g_t^i for i in I_t                               server.upload(); it also keeps the rows'
+                                                                         inner products, K M P new ones a round
 
 Where the paper is silent or unclear
 1. K: Algorithm 1's loop, `while |I| <= K`, ends with K + 1 clients; equation 16 has K, and so has this.
@@ -28,7 +28,7 @@ Where the paper is silent or unclear
 5. Event-triggered uploads (section IV-B, "communication and computation cost"): with --event-threshold a selected
    client whose g moved by less than this share of its norm uploads nothing, and the server goes on with its old g.
 6. Clients that leave and come back ("client churn"): --churn is the probability with which each is away in a round.
-   Who has sent nothing that can be compared (nothing yet, or zeros) trains from the current w to enter the table, and
+   A client without a usable update (none yet, or all zeros) first trains from the current w to enter the table, and
    can be selected at once.
    S* is taken among those present; where fewer than K are, all of them train.
 7. Noisy clients (figure 7): --label-noise with --trim, the trimmed mean, whose average has no weights. Of K selected
@@ -92,7 +92,7 @@ def own_flags(add) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = flags.parse(__doc__, SETTINGS, own_flags, argv, server.pointless)
+    args = flags.parse(__doc__, SETTINGS, own_flags, argv, server.without_effect)
     data, clients, model, trainer = flags.prepare(args)
     everyone, weights = clients.participating, server.base_weights(args.weighting, data, clients)
     w = train.get_weights(model)
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     select = minimax_select if args.selection == "minimax" else maxsim_select
 
     for t in log.rounds(state, args.rounds):  # line 2
-        here = server.arrive(state, t, args, log, trainer, model, clients)  # line 1
+        here = server.available_rows(state, t, args, log, trainer, model, clients)  # line 1
         similarity = server.cosines(state["products"][here][:, here].cpu())
         chosen = here[select(similarity, args.sample)]  # line 3
         selected, updates, losses = trainer.local_updates(
@@ -111,7 +111,8 @@ def main(argv: list[str] | None = None) -> None:
         )  # lines 4-6
         alpha = weights[selected] / weights[selected].sum()
         rows = torch.searchsorted(everyone, selected)
-        state["w"] = state["w"] - server.average(state, rows, updates, alpha, args)  # line 7
+        updates = server.upload(state, rows, updates, args)  # the table keeps them
+        state["w"] = state["w"] - server.aggregate(updates, alpha, args.trim)  # line 7
         accuracies = run.id_and_ood(trainer, model, state["w"], clients)
         log.log(t, alpha.to(losses) @ losses, selected, uploads=state["uploads"], **accuracies)
 

@@ -323,10 +323,15 @@ def own_flags(add) -> None:
     add("--codebook-size", type=flags.at_least(0), default=64, help="v, codewords to begin with and to add; 0: FedAvg")
     add("--segments", type=whole, default=1, help="s, parts of a token that each get a codeword")
     add("--gamma", type=flags.at_least(0, float), default=0.1, help="gamma of equation 7; larger extends less")
-    add("--reference", choices=["min", "mean"], default="min", help="what equation 7 holds uncertainties against")
+    add(
+        "--reference",
+        choices=["min", "mean"],
+        default="min",
+        help="equation 7 compares uncertainties with their minimum or mean",
+    )
     add("--iterations", type=whole, default=5, help="at most; with 1 nobody is extended (static codebook, table 16)")
-    add("--later-rounds", type=whole, default=5, help="of each iteration after the first, which has --rounds")
-    add("--init", choices=["kmeans", "gaussian"], default="kmeans", help="of new codewords")
+    add("--later-rounds", type=whole, default=5, help="rounds of each iteration after the first")
+    add("--init", choices=["kmeans", "gaussian"], default="kmeans", help="how new codewords are initialised")
     add("--commitment", type=flags.at_least(0, float), default=0.25, help="weight of ||sg(c) - z||^2")
     add("--beta", type=flags.at_least(0, float), default=1.0, help="weight of ||c - sg(z)||^2")
     add("--no-token-norm", action="store_true", help="no layer norm before the codebook")
@@ -337,7 +342,7 @@ def own_flags(add) -> None:
     add("--compare", action=argparse.BooleanOptionalAction, default=True, help="train FedAvg for as many rounds, too")
 
 
-def pointless(args) -> dict:
+def without_effect(args) -> dict:
     plain, once = args.codebook_size == 0, args.iterations == 1
     of_codebook = plain and "there is no codebook"
     return {
@@ -348,10 +353,12 @@ def pointless(args) -> dict:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = flags.parse(__doc__, SETTINGS, own_flags, argv, pointless)
+    args = flags.parse(__doc__, SETTINGS, own_flags, argv, without_effect)
     data, clients, base, trainer = flags.prepare(args, dropout=args.dropout)
     if args.ensemble == 1 and not any(isinstance(layer, nn.Dropout) for layer in base.classifier):
-        raise UserError(f"--model {args.model} has no dropout, without which all passes agree: choose another model")
+        raise UserError(
+            f"--model {args.model} has no dropout, without which all passes agree: choose another, or --ensemble 5"
+        )
     more = [flags.initial_model(args, data, trainer.device, m, dropout=args.dropout) for m in range(1, args.ensemble)]
     model, w = build(args, trainer, [base, *more], clients.train[0])  # line 2
     log = run.Run(args, COLUMNS, trainer, name="UEFL" if args.codebook_size else "FedAvg")
@@ -363,26 +370,27 @@ def main(argv: list[str] | None = None) -> None:
         runs["FedAvg"] = run.Run(plain, COLUMNS, trainer, log.folder / "fedavg", "FedAvg")
         federate(plain, trainer, *build(plain, trainer, [base, *more], clients.train[0]), clients, runs["FedAvg"])
 
-    names = [clients.names[k] for k in clients.participating]
+    domain_of = [clients.domains[k] for k in clients.participating]
     plots.learning_curves(log.folder / "curves.png", {name: r.rows for name, r in runs.items()})
     limit = partial(threshold, gamma=args.gamma, reference=args.reference)
-    plots.uncertainties(log.folder / "uncertainty.png", log.rows, names, limit)
+    plots.uncertainties(log.folder / "uncertainty.png", log.rows, domain_of, limit)
     if args.codebook_size:
         codewords = model.codebook.codewords.detach()
         tests = [clients.test[k] for k in clients.participating]
         tokens = [trainer.predict(model, state["w"][-1], test, model.encode) for test in tests]
         tokens = [z.reshape(-1, codewords.shape[1]) for z in tokens]
         allowed = state["allowed"][clients.participating]
-        plots.codebook(log.folder / "codebook.png", tokens, names, codewords, allowed)
+        plots.codebook(log.folder / "codebook.png", tokens, domain_of, codewords, allowed)
 
-    domains = sorted(set(names), key=names.index)
+    domains = [domain for domain in dict.fromkeys(domain_of) if domain]
     rows = []
     for name, r in runs.items():
         last = r.rows[-1]
         measures = [float(last[column]) if last[column] else None for column in ("mA", "mE", "mP")]
-        accuracy = list(zip(names, map(float, last["accuracies"].split()), strict=True))
+        accuracy = list(zip(domain_of, map(float, last["accuracies"].split()), strict=True))
         rows.append([name, *measures, *(np.mean([a for n, a in accuracy if n == d]) for d in domains)])
-    title = f"{data.name}: {len(names)} clients, {state['round']} rounds; accuracy by domain on the right"
+    title = f"{data.name}: {len(domain_of)} clients, {state['round']} rounds"
+    title += "; accuracy by domain on the right" if domains else ""
     run.table(title, ["", "mA", "mE", "mP", *domains], rows)
     print("mA: mean accuracy, mE: mean entropy in nats, mP: mean codebook perplexity, over clients")
     if args.codebook_size and state["iteration"] + 1 < args.iterations:

@@ -33,13 +33,6 @@ def at_least(low: float, kind: type = int, most: float = float("inf")) -> Callab
     return number
 
 
-def angle(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an angle in degrees") from None
-
-
 def folder_name(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty: name a folder")
@@ -63,15 +56,16 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 def parse(
     doc: str, settings: dict[str, dict], own_flags: Callable, argv: list[str] | None,
-    pointless: Callable[[argparse.Namespace], dict[str, str | bool]] = lambda args: {},
+    without_effect: Callable[[argparse.Namespace], dict[str, str | bool]] = lambda args: {},
 ) -> argparse.Namespace:  # fmt: skip
     """The flags of a method.
 
     doc        the method file's docstring; its first line heads the help
     settings   data set -> its defaults, "folder" standing for every folder of images
     own_flags  adds the method's own flags to an argument group
-    pointless  which flags do nothing in this method beside the others: flag -> why, else False; said on stderr, but
-               no error, so that one list of flags can be given to several methods
+
+    `without_effect` gives the flags that do nothing beside the others: flag -> why, else False. Given one, it warns but
+    raises no error, so that one list of flags can be given to several methods.
     Raises UserError for what does not make sense.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -82,10 +76,12 @@ def parse(
         epilog=f"example: python {Path(sys.argv[0]).name} --rounds 10 --seed 1 --out runs/first",
     )  # fmt: skip
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", default="glyphs", help=f"{', '.join(data.NAMES)}, or the path of a folder of images")
+    add("--dataset", default="glyphs", help=f"{', '.join(data.NAMES)}, or the path of a folder of images,"
+        " of a text file of plays, or of LEAF's JSON")  # fmt: skip
     add("--data-dir", default="data", help="where data sets are, or are downloaded to")
     add("--image-size", type=at_least(8), default=96, help="pixels to which a folder's images are scaled")
-    add("--rotate", type=angle, nargs="+", metavar="DEGREES", help="deal the images into domains, one an angle")
+    add("--rotate", type=at_least(-360, float, 360), nargs="+", metavar="DEGREES",
+        help="deal the images into domains, one an angle")  # fmt: skip
     add("--test-domain", metavar="NAME", help="leave this domain out of training; it becomes the OOD test set")
     add = parser.add_argument_group("clients").add_argument
     kinds = ["dirichlet", "iid", "domain", "speaker", "silos"]
@@ -109,10 +105,10 @@ def parse(
     add("--local-epochs", type=at_least(1), default=5, help="E, passes over a client's data a round")
     add("--batch-size", type=at_least(1), default=32, help="B, samples in a step of local training")
     add("--lr", type=positive, default=0.05, help="step size of local training")
-    add("--optimizer", choices=["sgd", "adam"], default="sgd", help="of local training")
+    add("--optimizer", choices=["sgd", "adam"], default="sgd", help="optimizer of local training")
     add("--momentum", type=at_least(0, float, 0.999), default=0.0, help="of sgd")
     add = parser.add_argument_group("run").add_argument
-    add("--seed", type=at_least(0), default=0, help="of every random draw")
+    add("--seed", type=at_least(0, int, 2**63 - 1), default=0, help="of every random draw")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
     add("--precision", choices=["float32", "bfloat16", "auto"], default="auto",
         help="bfloat16 is autocast; auto takes it where the device has it in hardware, else float32")  # fmt: skip
@@ -130,7 +126,8 @@ def parse(
     saved = _saved_flags(known.resume, Path(sys.argv[0]).stem) if known.resume else {}
     folder = "shakespeare" if Path(known.dataset).is_file() else "folder"
     of_data_set = settings.get(known.dataset if known.dataset in data.NAMES else folder, {})
-    if known.partition in ("dirichlet", "iid"):  # the rotations of a data set's silos are not meant for these
+    if of_data_set.get("partition") == "silos" and known.partition in ("dirichlet", "iid"):
+        # label skew does not inherit the rotations that make the silos
         of_data_set = {**of_data_set, "rotate": None}
     parser.set_defaults(**{**of_data_set, "partition": None, **saved})
     args = parser.parse_args(argv)
@@ -147,8 +144,8 @@ def parse(
     given = {word.split("=")[0] for word in argv}
     for flag, why in _contradictions(args).items():
         if why and f"--{flag}" in given:
-            raise UserError(f"--{flag} cannot be had: {why}")
-    for flag, why in pointless(args).items():
+            raise UserError(f"--{flag} does not apply: {why}")
+    for flag, why in without_effect(args).items():
         if why and f"--{flag}" in given and ranks.RANK == 0:
             print(f"{Path(sys.argv[0]).name}: --{flag} does nothing here: {why}", file=sys.stderr)
     return args
@@ -205,10 +202,12 @@ def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Cl
         dataset.y, _ = splits.symmetric_noise(dataset.y, clients.train, *args.label_noise, len(dataset.classes), rng)
     takes_part = len(clients.participating)
     if args.sample is None:
-        domains = len(set(clients.names))
+        domains = len(set(clients.domains))
         args.sample = {"silos": takes_part, "domain": domains}.get(args.partition, max(1, takes_part // 4))
     if args.sample > takes_part:
-        raise UserError(f"--sample {args.sample}: only {takes_part} clients participate")
+        raise UserError(
+            f"--sample {args.sample}: only {takes_part} clients participate; lower it, or raise --participating"
+        )
     model = initial_model(args, dataset, device, **model_options)
     trainer = Trainer(
         dataset, device, seed=args.seed, epochs=args.local_epochs, batch_size=args.batch_size, lr=args.lr,

@@ -168,38 +168,22 @@ def similarity(file: Path, cosines: Tensor, selections: Sequence[Sequence[int]],
 
 
 def hull_points(round: int, clients: Tensor, components: Tensor, selected: Tensor) -> Tensor:
-    """A round's share of what hulls() draws, float64 [M, 5]: clients [M], their components [M, any], selected [M]."""
+    """A round's rows for hull_animation(), float64 [M, 5]: round, client, two coordinates, 1 if selected, else 0.
+
+    clients [M], their components [M, any], selected bool [M]
+    """
     plane = torch.nn.functional.pad(components[:, :2], (0, max(0, 2 - components.shape[1])))
     columns = [torch.full((len(clients),), round), clients, plane[:, 0], plane[:, 1], selected]
     return torch.column_stack([column.double() for column in columns])
 
 
-def hulls(file: Path, points: Tensor, dim: int) -> None:
-    """Clients' gradients in the plane of their first two principal components, in the first round and in the last.
-
-    points  [n, 5], a row for a client in a round: round, client, its two coordinates, 1 if it was selected, else 0
-    dim     in how many dimensions they were selected: with more than two, some lie inside the hull of the plane
-    """
-    frames = _frames(points)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(3.6 * min(2, len(frames)), 3.4))
-        all_axes = figure.subplots(1, min(2, len(frames)), squeeze=False)[0]
-        for axes, t in zip(all_axes, sorted({min(frames), max(frames)}), strict=True):
-            _hull(axes, frames[t], f"selected, by the hull in {dim} dimensions")
-            axes.set(title=f"round {t}", xlabel="first principal component")
-        all_axes[0].set(ylabel="second")
-        figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-        _save(figure, file)
-
-
 def _frames(points: Tensor) -> dict[int, np.ndarray]:
-    """Points as in hulls() -> round -> its rows, turned so that each client stays near where it was a round before."""
+    """Points as hull_points() gives them -> round -> its rows, turned so that clients stay near where they were."""
     frames, before = {}, None
     for t in points[:, 0].unique().int().tolist():
         now = points[points[:, 0] == t].numpy().copy()
-        if (
-            before is not None
-        ):  # orthogonal Procrustes: a principal component has no sign, nor have two equal ones order
+        # orthogonal Procrustes, for principal components are defined only up to sign, and equal ones up to order
+        if before is not None:
             _, was, here = np.intersect1d(before[:, 1], now[:, 1], return_indices=True)
             u, _, v = np.linalg.svd(now[here, 2:4].T @ before[was, 2:4])
             now[:, 2:4] = now[:, 2:4] @ (u @ v)
@@ -215,15 +199,19 @@ def _hull(axes, frame: np.ndarray, label: str) -> None:
     axes.scatter(*xy[chosen].T, s=26, color=COLOURS[0], ec="black", lw=0.6, label=label)
 
 
-def hull_animation(file: Path, points: Tensor, rows: Sequence[Mapping[str, str]], dim: int, frames: int = 40) -> None:
-    """A GIF of hulls(), each round in its own scale, with accuracy growing beside it.
+def hull_animation(file: Path, points: Tensor, rows: Sequence[Mapping[str, str]], dim: int) -> None:
+    """A GIF of the clients' gradients in the plane of their first two principal components, with accuracy beside it.
 
-    points, dim  as in hulls(); rows  of metrics.csv; frames  at most so many rounds are shown, evenly spaced
+    Each round has its own scale; of more than 40, as many are shown, evenly spaced.
+
+    points  [n, 5], the rows of all rounds as hull_points() gives them
+    rows    of metrics.csv
+    dim     in how many dimensions clients were selected: with more than two, some lie inside the hull of the plane
     """
     if ranks.RANK > 0:
         return
     of_round, images = _frames(points), []
-    rounds = sorted({round(t) for t in np.linspace(min(of_round), max(of_round), min(frames, len(of_round)))})
+    rounds = sorted({round(t) for t in np.linspace(min(of_round), max(of_round), min(40, len(of_round)))})
     accuracy = {
         c: [float(row[c]) for row in rows] for c in ("id_accuracy", "ood_accuracy") if all(row[c] for row in rows)
     }
@@ -286,7 +274,7 @@ def _iteration_ends(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]
 def uncertainties(
     file: Path, rows: Sequence[Mapping[str, str]], names: Sequence[str], threshold: Callable[[Tensor], Tensor]
 ) -> None:
-    """UEFL: each client's uncertainty at the end of every iteration but the last, and of the one that followed.
+    """UEFL: each client's uncertainty before and after each extension of the codebook.
 
     rows       of metrics.csv
     names      per client the domain of its data
@@ -322,7 +310,11 @@ def codebook(file: Path, tokens: Sequence[Tensor], names: Sequence[str], codewor
     names      per client the domain of its data
     codewords  [V, d]
     allowed    bool [K, V], which client may use which codeword
+
+    Codewords of one channel have no plane, and no picture.
     """
+    if codewords.shape[1] < 2:
+        return  # a plane has two
     tokens, codewords, allowed = [t.cpu() for t in tokens], codewords.cpu(), allowed.cpu()
     shared, mean = allowed.all(0), torch.cat(tokens).mean(0)
     plane = torch.linalg.eigh(torch.cov(torch.cat(tokens).T))[1][:, -2:].flip(1)

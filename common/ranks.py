@@ -1,8 +1,8 @@
 """Several processes that are one run: the ranks that `torchrun --nproc-per-node N` starts.
 
 Each of them runs the whole program. What costs time is shared out among them, what they found is exchanged, and each
-takes the same server's step. Only the first writes and prints. Each takes the server's decisions for itself, so their
-machines must be alike.
+takes the same server's step. Only the first writes and prints. Each computes the server's step for itself; on unlike
+machines, rounding could make them decide differently.
 """
 
 import heapq

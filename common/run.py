@@ -121,15 +121,18 @@ class Run:
         self.bar.set_postfix_str("  ".join(f"{name} {value}" for name, value in shown.items() if value))
 
     @contextmanager
-    def besides(self, what: str, rounds: float) -> Iterator[Callable[[float], None]]:
-        """Work as long as so many rounds within another: the bar says `what`, and moves on by what this gives."""
+    def extra_work(self, what: str, rounds: float) -> Iterator[Callable[[float], None]]:
+        """Inside, work that lasts as long as so many more rounds: the bar says `what`.
+
+        Gives a function to be called with the share of that work just done.
+        """
         description, self.bar.total = self.bar.desc, self.bar.total + rounds
         self.bar.set_description(what)
         yield lambda share: self.tick(share * rounds)
         self.bar.set_description(description.removesuffix(": "))
 
     def save(self, state: dict) -> None:
-        """Writes the checkpoint and keeps the one before; a run stopped meanwhile finds one of the two."""
+        """Writes the checkpoint and keeps the one before, so that a run killed while saving still has one."""
         began, part = time.monotonic(), self.folder / "checkpoint.part"
         newest, before = (self.folder / name for name in CHECKPOINTS)
         _write(part, {"version": VERSION, "method": self.method, **state})
@@ -229,7 +232,7 @@ def read_metrics(file: Path) -> list[dict[str, str]]:
 
 
 def write_points(file: Path, points: Tensor) -> None:
-    """Saves what plots.hulls() draws, [n, 5]."""
+    """Saves what plots.hull_animation() draws, [n, 5]."""
     if ranks.RANK == 0:
         header = "round,client,first,second,selected"
         np.savetxt(
@@ -263,7 +266,7 @@ def table(title: str, header: list[str], rows: list[list]) -> None:
 
 def launch(main: Callable[[], None]) -> None:
     """Runs a method from the command line. A user's mistake is one line on stderr and exit code 2; 1 is for a full disk
-    and its like; 130 is for Ctrl-C. Of several ranks only the first prints, and the others only what they alone found.
+    and its like; 130 is for Ctrl-C. Of several ranks only the first prints; another, only an error that it alone found.
     """
     _opened.clear()
     try:

@@ -48,14 +48,19 @@ def aggregate(updates: Tensor, alpha: Tensor, trim: float) -> Tensor:
 def table_flags(add) -> None:
     """The flags of a server that keeps a table."""
     add("--weighting", choices=["equal", "size", "entropy"], default="equal", help="alpha of line 7")
-    add("--event-threshold", type=flags.at_least(0, float), default=0.0, help="relative change under which no upload")
+    add(
+        "--event-threshold",
+        type=flags.at_least(0, float),
+        default=0.0,
+        help="upload only what changed by this share of its norm",
+    )
     add("--churn", type=flags.at_least(0, float, 0.99), default=0.0, help="probability to be away in a round")
     add("--trim", type=flags.at_least(0, float, 0.49), default=0.0, help="share cut at either end: the trimmed mean")
     add("--table-dtype", choices=["float32", "bfloat16"], default="float32", help="of the table of latest gradients")
     add("--sketch", type=flags.at_least(0), default=0, metavar="N", help="keep N random sums of each; 0: all of it")
 
 
-def pointless(args) -> dict:
+def without_effect(args) -> dict:
     """As flags.parse() takes it."""
     return {"weighting": bool(args.trim) and "the mean of --trim has no weights"}
 
@@ -75,9 +80,9 @@ def empty_table(m: int, w: Tensor, args) -> dict:
 
 
 def enter(state: dict, rows: Tensor, updates: Tensor, seed: int) -> None:
-    """The clients of these rows [K] upload their updates [K, P] into the table that empty_table() began.
+    """Writes the updates [K, P] of the clients of these rows [K] into the table, and their inner products.
 
-    Zeros have no direction to compare: who sends them counts as not seen, and will enter again.
+    Zeros have no direction to compare: a client that sends them counts as not seen, and will enter again.
     """
     kept = updates if updates.shape[1] == state["table"].shape[1] else sketch(updates, state["table"].shape[1], seed)
     state["table"][rows] = kept.to(state["table"].dtype)
@@ -87,17 +92,17 @@ def enter(state: dict, rows: Tensor, updates: Tensor, seed: int) -> None:
     state["uploads"] += len(rows)
 
 
-def arrive(state: dict, t: int, args, log: Run, trainer: Trainer, model: nn.Module, clients: Clients) -> Tensor:
-    """Who is there in round t, as rows of the table that can be compared.
+def available_rows(state: dict, t: int, args, log: Run, trainer: Trainer, model: nn.Module, clients: Clients) -> Tensor:
+    """The clients available in round t that have a usable update in the table, as its row numbers.
 
-    Of those there, whoever has sent nothing that can be used yet first trains from the current w and enters the table:
-    in round 1 everybody (Wu et al., Algorithm 2, line 1).
+    An available client without one (none yet, or all zeros) first trains from the current w and enters the table: in
+    round 1 all of them (Wu et al., Algorithm 2, line 1).
     """
     everyone = clients.participating
-    here = present(torch.arange(len(everyone)), args.churn, random_at(args.seed, "churn", t))
+    here = available(torch.arange(len(everyone)), args.churn, random_at(args.seed, "churn", t))
     new = torch.tensor([i for i in here.tolist() if not state["seen"][i]], dtype=torch.long)
     if len(new):
-        with log.besides(f"{len(new)} clients enter the table", len(new) / args.sample) as tick:
+        with log.extra_work(f"{len(new)} clients enter the table", len(new) / args.sample) as tick:
             joined, updates, _ = trainer.local_updates(
                 model, state["w"], everyone[new], clients.train, 0, progress=tick, needed=0
             )
@@ -106,14 +111,11 @@ def arrive(state: dict, t: int, args, log: Run, trainer: Trainer, model: nn.Modu
 
 
 def known(state: dict, here: Tensor) -> Tensor:
-    """Which of the rows `here` can be compared: an upload has filled them.
-
-    Raises UserError where there is none.
-    """
+    """Those of the rows `here` that an upload has filled. Raises UserError where there are none."""
     rows = [i for i in here.tolist() if state["seen"][i]]
     if not rows:
         raise UserError(
-            "no client sent an upload that can be compared. None is finite: lower --lr. Or all are zero: raise it"
+            "no client sent an update that can be used: if they are not finite, lower --lr; if all are zero, raise it"
         )
     return torch.tensor(rows)
 
@@ -146,11 +148,11 @@ def sketch(updates: Tensor, size: int, seed: int) -> Tensor:
     return signed.new_zeros(len(updates), size).index_add_(1, into.to(updates.device), signed).to(updates)
 
 
-def average(state: dict, rows: Tensor, updates: Tensor, alpha: Tensor, args) -> Tensor:
-    """Who of the selected rows [K] has moved uploads its update [K, P]; returns the average [P] of what is known now.
+def upload(state: dict, rows: Tensor, updates: Tensor, args) -> Tensor:
+    """The selected clients of these rows [K] upload their updates [K, P]; returns what the server then has of them.
 
-    Event-triggered upload: without a move of at least args.event_threshold, relative to the norm of its old update, a
-    client uploads nothing, and the old one counts.
+    That is the updates, but for event-triggered uploads: a client whose update is off its old one by less than
+    args.event_threshold, relative to the old one's norm, uploads nothing, and its old one counts.
     """
     if args.event_threshold:
         old = state["table"][rows].to(updates)
@@ -159,10 +161,10 @@ def average(state: dict, rows: Tensor, updates: Tensor, alpha: Tensor, args) -> 
         enter(state, rows[moved.cpu()], updates[moved], args.seed)
     else:
         enter(state, rows, updates, args.seed)
-    return aggregate(updates, alpha, args.trim)
+    return updates
 
 
-def present(participating: Tensor, churn: float, rng: np.random.Generator) -> Tensor:
+def available(participating: Tensor, churn: float, rng: np.random.Generator) -> Tensor:
     """Who of `participating` [M] is there this round, each being away with probability `churn`; at least one stays."""
     at_home = rng.random(len(participating)) >= churn
     if not at_home.any():

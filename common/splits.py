@@ -25,14 +25,14 @@ class Clients:
     participating  int64 [M], ascending: the clients that may ever be selected; the others never train
     ood            int64: samples unlike those of the participating clients (the standard test set, or the domain
                    left out); empty where there are none
-    names          per client the domain that its data come from; empty strings where clients mix domains
+    domains        per client the domain that its data come from; empty strings where clients mix domains
     """
 
     train: list[Tensor]
     test: list[Tensor]
     participating: Tensor
     ood: Tensor
-    names: list[str]
+    domains: list[str]
 
     @property
     def sizes(self) -> Tensor:
@@ -43,9 +43,13 @@ class Clients:
 # ------------------------------------------------------------------------------- pool or labels -> clients
 
 
+def shuffled(samples: Tensor, rng: np.random.Generator) -> Tensor:
+    return samples[torch.from_numpy(rng.permutation(len(samples)))]
+
+
 def iid(pool: Tensor, clients: int, rng: np.random.Generator) -> list[Tensor]:
     """Deals the positions at random into parts of equal size (plus or minus one)."""
-    return list(pool[torch.from_numpy(rng.permutation(len(pool)))].tensor_split(clients))
+    return list(shuffled(pool, rng).tensor_split(clients))
 
 
 def dirichlet(
@@ -105,29 +109,30 @@ def silos(domain: Tensor, per_domain: list[int], size: int, rng: np.random.Gener
     """
     values, sizes = domain.unique(return_counts=True)
     if len(per_domain) != len(values):
-        raise UserError(f"--silos gives {len(per_domain)} numbers for {len(values)} domains: give one a domain")
+        raise UserError(f"--silos gives {len(per_domain)} numbers for {len(values)} domains: give one per domain")
     if sum(per_domain) == 0:
         raise UserError("--silos gives no domain a silo")
     if bool((torch.tensor(per_domain) * size > sizes).any()):
         raise UserError(f"{per_domain} silos of {size} samples do not fit into domains of {sizes.tolist()}")
     parts = []
     for value, k in zip(values, per_domain, strict=True):
-        samples = torch.nonzero(domain == value).flatten()[
-            torch.from_numpy(rng.permutation(int((domain == value).sum())))
-        ]
+        samples = shuffled(torch.nonzero(domain == value).flatten(), rng)
         parts += samples[: k * size].view(k, size).unbind()
     return parts
 
 
-def one_per_domain(domain: Tensor, clients: int, rng: np.random.Generator, min_size: int = MIN_SIZE) -> list[Tensor]:
-    """Each of `clients` domains, drawn among those with at least min_size samples, is one client (one per speaker).
+def one_per_domain(domain: Tensor, clients: int, rng: np.random.Generator) -> list[Tensor]:
+    """Each of `clients` domains, drawn among those with at least MIN_SIZE samples, is one client (one per speaker).
 
     Returns positions in `domain`. Raises UserError where there are too few such domains.
     """
     values, sizes = domain.unique(return_counts=True)
-    values = values[sizes >= min_size]
+    values = values[sizes >= MIN_SIZE]
     if clients > len(values):
-        raise UserError(f"--clients {clients}: only {len(values)} have {min_size} samples or more")
+        raise UserError(
+            f"{clients} clients of a domain each: only {len(values)} domains have {MIN_SIZE} samples or more; lower"
+            " --clients"
+        )
     chosen = np.sort(rng.permutation(len(values))[:clients])
     return [torch.nonzero(domain == values[d]).flatten() for d in chosen]
 
@@ -153,10 +158,10 @@ def hold_out(clients: list[Tensor], share: float, rng: np.random.Generator) -> t
     """Each client's samples in two parts, training and test: `share` of them for testing, at least one in each."""
     train, test = [], []
     for samples in clients:
-        shuffled = samples[torch.from_numpy(rng.permutation(len(samples)))]
+        samples = shuffled(samples, rng)
         cut = min(max(round(len(samples) * share), 1), len(samples) - 1)
-        test.append(shuffled[:cut])
-        train.append(shuffled[cut:])
+        test.append(samples[:cut])
+        train.append(samples[cut:])
     return train, test
 
 
@@ -209,7 +214,8 @@ def deal(
     pool, ood = data.train, data.test if partition != "silos" else data.test[:0]
     if test_domain is not None:
         if test_domain not in data.domains:
-            raise UserError(f"--test-domain {test_domain}: {data.name} has {', '.join(data.domains) or 'no domains'}")
+            those = f"give one of {', '.join(data.domains)}" if data.domains else "it has none; make some with --rotate"
+            raise UserError(f"--test-domain: no domain {test_domain!r} in {data.name}: {those}")
         left_out = data.domain == data.domains.index(test_domain)
         ood = torch.nonzero(left_out).flatten()
         pool = torch.cat([data.train, data.test]) if partition != "silos" else pool
@@ -231,13 +237,15 @@ def deal(
         else:
             parts = by_domain(data.domain[pool], clients or len(data.domain[pool].unique()), rng)
         train, test = hold_out([pool[i] for i in parts], HELD_OUT[partition], random_at(seed, "held out"))
+    if not all(len(a) and len(b) for a, b in zip(train, test, strict=True)):
+        raise UserError("a client has no samples to train on, or none to hold out: lower --clients, or --silos")
     if partition == "speaker" and test_domain is None:
         ood = ood[torch.isin(data.domain[ood], torch.stack([data.domain[i[0]] for i in train]))]
 
     everyone = partition in ("domain", "silos")
-    names = [data.domains[data.domain[i[0]]] if everyone or partition == "speaker" else "" for i in train]
+    domains = [data.domains[data.domain[i[0]]] if everyone or partition == "speaker" else "" for i in train]
     count = participating or (len(train) if everyone else max(1, round(0.4 * len(train))))
-    return Clients(train, test, participate(len(train), count, random_at(seed, "participate")), ood, names)
+    return Clients(train, test, participate(len(train), count, random_at(seed, "participate")), ood, domains)
 
 
 def _silo_tests(data, parts, size, per_domain, test_domain, rng) -> tuple[list[Tensor], list[Tensor]]:

@@ -83,7 +83,7 @@ def addresses(model: nn.Module) -> list[int]:
 
 
 def record(step: Callable[[], None]) -> Callable[[], None]:
-    """What does the same as `step` each time it is called: a CUDA graph of it. Takes the step itself a few times."""
+    """Captures `step` as a CUDA graph and returns its replay; takes three steps first, to warm up."""
     aside = torch.cuda.Stream()  # as PyTorch asks for: libraries set themselves up before a capture
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):

@@ -52,6 +52,8 @@ def pick_device(name: str) -> torch.device:
         device = torch.empty(1, device=found).device  # cuda becomes cuda:0
     except (RuntimeError, AssertionError) as e:
         raise UserError(f"--device {name} cannot be used ({first_line(e)}): choose auto or cpu") from e
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {name} is not supported: choose auto, cpu or cuda")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.deterministic = True  # else a resumed run would end elsewhere
@@ -87,9 +89,9 @@ def get_weights(model: nn.Module) -> Tensor:
 def set_weights(model: nn.Module, w: Tensor) -> None:
     """Writes w [P] into the model."""
     tensors = weights_of(model)
-    for count in set(model.buffers()) - set(tensors):  # what w does not hold: batch norm's count of batches, unused
-        if count.dtype == torch.long:
-            count.zero_()
+    for buffer in model.buffers():
+        if buffer.dtype == torch.long:  # not in w: batch norm's count of batches, which nobody uses
+            buffer.zero_()
     for t, part in zip(tensors, unflatten(model, w), strict=True):
         t.copy_(part)
 
@@ -243,7 +245,7 @@ class Trainer:
     def mean(
         self, model: nn.Module, w: Tensor, samples: Tensor, function: Callable[[nn.Module, Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """What function(model, x, y) gives for all samples together, where for a batch it gives the mean over samples.
+        """The mean over all samples of function(model, x, y), which gives the mean over the samples of a batch.
 
         The samples pass in chunks; the model has weights w, and afterwards keeps them and is in evaluation mode.
         """

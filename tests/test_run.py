@@ -103,8 +103,8 @@ MISTAKES = [
     (fedavg, "--clients 40 --participating 50", "50 of 40 clients"),
     (fedavg, "--participating 40 --sample 50", "--sample 50: only 40 clients participate"),
     (fedavg, "--clients 5000", "lower --clients"),
-    (fedavg, "--test-domain gothic", "--test-domain gothic: glyphs has sans, serif"),
-    (fedavg, "--test-domain stix --partition dirichlet --rotate 0 90", "glyphs has 0, 90"),
+    (fedavg, "--test-domain gothic", "no domain 'gothic' in glyphs: give one of sans, serif"),
+    (fedavg, "--test-domain stix --partition dirichlet --rotate 0 90", "no domain 'stix' in glyphs: give one of 0, 90"),
     (fedavg, "--rotate 15 15", "names an angle twice"),
     (fedavg, "--model vgg99", "no model 'vgg99'"),
     (fedavg, "--model vgg16", "vgg16 does not take samples of shape"),
@@ -133,20 +133,27 @@ MISTAKES = [
     (fedavg, "--seed -1", "--seed: -1 is out of range"),
     (fedavg, "--participating 0", "--participating: 0 is out of range"),
     (fedavg, "--alpha 0", "--alpha: 0 is out of range: above 0"),
-    (fedavg, "--rotate left", "'left' is not an angle"),
+    (fedavg, "--rotate left", "'left' is not a number"),
+    (fedavg, "--rotate 0 nan", "--rotate: nan is out of range"),
+    (fedavg, "--seed 99999999999999999999 --rotate 0 90", "--seed: 99999999999999999999 is out of range"),
+    (fedavg, "--partition iid --clients 12000", "lower --clients"),
+    (fedavg, "--partition domain --clients 15000 --participating 40", "lower --clients"),
+    (fediir, "--clients 11000 --participating 12 --sample 4", "lower --clients"),
+    (uefl, "--model convnet --ensemble 1", "or --ensemble 5"),
     (fedavg, "--device gpu", "--device gpu cannot be used"),
+    (fedavg, "--device meta", "--device meta is not supported"),
     (fedavg, "--precision float16", "--precision"),
     (fedavg, "--selection best", "--selection"),
     (fedavg, "--out ", "--out: is empty"),
-    (fedavg, "--resume other --out new", "--out cannot be had: --resume goes on in its own folder"),
-    (fedavg, "--silos 3 1 1", "--silos cannot be had: it needs --partition silos"),
-    (fedavg, "--silo-size 9", "--silo-size cannot be had"),
-    (fedavg, "--optimizer adam --momentum 0.9", "--momentum cannot be had"),
-    (fedavg, "--image-size 64", "--image-size cannot be had: glyphs comes in its own size"),
-    (fedavg, "--model resnet18 --width 0.5", "--width cannot be had"),
-    (fedavg, "--partition iid --alpha 0.5", "--alpha cannot be had"),
+    (fedavg, "--resume other --out new", "--out does not apply: --resume goes on in its own folder"),
+    (fedavg, "--silos 3 1 1", "--silos does not apply: it needs --partition silos"),
+    (fedavg, "--silo-size 9", "--silo-size does not apply"),
+    (fedavg, "--optimizer adam --momentum 0.9", "--momentum does not apply"),
+    (fedavg, "--image-size 64", "--image-size does not apply: glyphs comes in its own size"),
+    (fedavg, "--model resnet18 --width 0.5", "--width does not apply"),
+    (fedavg, "--partition iid --alpha 0.5", "--alpha does not apply"),
     (fedavg, "--partition domain --clients 3", "--clients 3 is fewer than the 5 domains"),
-    (fedavg, "--partition speaker --clients 100", "--clients 100: only 5 have"),
+    (fedavg, "--partition speaker --clients 100", "only 5 domains have 10 samples or more; lower --clients"),
     (fedavg, "--pretrained weights.pt --model resnet18", "no weights of resnet18 to be had from weights.pt"),
     (fedavg, "--dataset full/notes.txt", "no speaker has enough text"),
     (fedavg, "--dataset full", "holds no images"),
@@ -161,11 +168,11 @@ MISTAKES = [
     (minimax_select, "--sketch 100 --event-threshold 0.1", "choose one of them"),
     (convex_hull_select, "--draw 41", "--draw 41: only 40 clients participate"),
     (convex_hull_select, "--hull-dim 9", "--hull-dim: 9 is out of range: between 1 and 8"),
-    (fediir, "--test-domain arial", "--test-domain arial: glyphs has"),
+    (fediir, "--test-domain arial", "no domain 'arial' in glyphs: give one of"),
     (fediir, "--gamma -0.1", "--gamma: -0.1 is out of range"),
     (fediir, "--dataset broken", "--test-domain is missing"),
     (uefl, "--iterations 0", "--iterations: 0 is out of range"),
-    (uefl, "--clients 9", "--clients cannot be had: --silos says how many there are"),
+    (uefl, "--clients 9", "--clients does not apply: --silos says how many there are"),
     (uefl, "--partition domain --rotate 0 0", "names an angle twice"),
 ]
 
@@ -298,7 +305,7 @@ def test_the_pieces_of_wu_et_al_run_alone():
 
 
 def test_fediirs_pieces_run_alone():
-    (loss, gradient) = copied("fediir.py", "fediir_loss", "classifier_gradient")
+    loss, gradient, _ = copied("fediir.py", "fediir_loss", "classifier_gradient", "risk_and_gradient")
     model = torch.nn.Module()
     model.features, model.classifier = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
     x, y = torch.randn(5, 3), torch.randint(2, (5,))

@@ -132,7 +132,7 @@ def test_label_noise_flips_the_asked_share_evenly_to_the_other_classes(rng):
 def test_a_left_out_domain_is_seen_by_no_client(tiny):
     clients = deal(tiny, 0, "domain", test_domain="dark", clients=4)
     held = torch.cat(clients.train + clients.test)
-    assert (tiny.domain[held] == 0).all() and set(clients.names) == {"light"}
+    assert (tiny.domain[held] == 0).all() and set(clients.domains) == {"light"}
     assert set(clients.ood.tolist()) == set(torch.nonzero(tiny.domain == 1).flatten().tolist())
     assert len(held) + len(clients.ood) == len(tiny.x), "the standard test images join the training images"
 
@@ -145,7 +145,7 @@ def test_label_skew_is_tested_on_the_standard_test_set(tiny):
 
 def test_silos_are_tested_on_their_own_domain_of_the_standard_test_set(tiny):
     clients = deal(tiny, 0, "silos", silos_per_domain=[2, 1], silo_size=20)
-    assert clients.names == ["light", "light", "dark"] and [len(t) for t in clients.train] == [20, 20, 20]
+    assert clients.domains == ["light", "light", "dark"] and [len(t) for t in clients.train] == [20, 20, 20]
     assert set(torch.cat(clients.test).tolist()) <= set(tiny.test.tolist())
     assert [tiny.domain[t].unique().tolist() for t in clients.test] == [[0], [0], [1]]
     assert len({len(t) for t in clients.test}) == 1 and len(torch.cat(clients.test).unique()) == 45

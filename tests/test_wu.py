@@ -304,10 +304,10 @@ def test_base_weights(tiny):
 
 def test_churn():
     ids = torch.arange(5, 45)
-    here = [server.present(ids, 0.3, random_at(i, "churn")) for i in range(500)]
+    here = [server.available(ids, 0.3, random_at(i, "churn")) for i in range(500)]
     assert abs(sum(map(len, here)) / (500 * 40) - 0.7) < 0.02
-    assert server.present(ids, 0.0, random_at(0, "churn")).tolist() == ids.tolist()
-    assert all(len(server.present(ids[:2], 0.99, random_at(i, "churn"))) >= 1 for i in range(50))
+    assert server.available(ids, 0.0, random_at(0, "churn")).tolist() == ids.tolist()
+    assert all(len(server.available(ids[:2], 0.99, random_at(i, "churn"))) >= 1 for i in range(50))
 
 
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
@@ -328,7 +328,7 @@ def test_with_everybody_selected_and_equal_weights_all_are_fedavg(start):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_leaves_its_pictures_and_goes_on_where_it_stopped(start, method, monkeypatch):
     folder = start(method, CUT + "--out whole")
-    pictures = {entropy_weighting: "weights.png", minimax_select: "similarity.png", convex_hull_select: "hull.png"}
+    pictures = {entropy_weighting: "weights.png", minimax_select: "similarity.png", convex_hull_select: "hull.gif"}
     assert {f.name for f in (folder / "whole").iterdir()} >= {pictures[method], "curves.png", "partition.png"}
     log = server_log = method.run.Run.log
 
