@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import common.data
+import common.run
 from common.data import Dataset
 from common.train import Trainer
 
@@ -58,5 +59,27 @@ def start(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", [f"{method.__name__}.py", *usual, *flags.split()])
         method.main()
         return tmp_path
+
+    return run_method
+
+
+@pytest.fixture
+def start_and_stop(start, monkeypatch):
+    """start_and_stop(method, "--flag value ...", round, folder) does the same, and Ctrl-C ends it after this round of
+    the run in this folder; a checkpoint follows every round."""
+
+    def run_method(method, flags, round, folder):
+        log = common.run.Run.log
+
+        def log_and_stop(self, t, *args, **values):
+            log(self, t, *args, **values)
+            if t == round and self.folder.name == folder:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(common.run.Run, "log", log_and_stop)
+            patch.setattr(common.run.time, "monotonic", iter(range(0, 10**6, 20)).__next__)
+            with pytest.raises(KeyboardInterrupt):
+                start(method, flags)
 
     return run_method

@@ -9,7 +9,7 @@ from test_fedavg import rows
 
 import fedavg
 import fediir
-from common import UserError, run
+from common import UserError
 from common.models import Classifier
 from common.train import get_weights
 from fediir import alignment, classifier_gradient, fediir_loss, moving_average
@@ -146,19 +146,9 @@ def test_each_domain_is_left_out_in_turn(start, capsys):
     assert f"{sum(accuracies) / 2:.4f}" in capsys.readouterr().out.splitlines()[-2]
 
 
-def test_all_domains_go_on_where_they_stopped(start, monkeypatch):
+def test_all_domains_go_on_where_they_stopped(start, start_and_stop):
     folder = start(fediir, CUT + "--test-domain all --no-compare --out whole")
-    log = run.Run.log
-
-    def stop_here(self, t, *args, **values):
-        log(self, t, *args, **values)
-        if t == 2 and self.folder.name == "dark":
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run.Run, "log", stop_here)
-        with pytest.raises(KeyboardInterrupt):
-            start(fediir, CUT + "--test-domain all --no-compare --out cut")
+    start_and_stop(fediir, CUT + "--test-domain all --no-compare --out cut", 2, "dark")
     start(fediir, "--resume cut")
     for name in ("light/model.pt", "dark/model.pt"):
         assert (folder / "cut" / name).read_bytes() == (folder / "whole" / name).read_bytes()
@@ -169,20 +159,9 @@ def test_a_domain_must_be_named(start):
         start(fediir, "--dataset shakespeare --model charrnn")
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_end(start, monkeypatch):
+def test_a_run_that_was_stopped_goes_on_to_the_same_end(start, start_and_stop):
     folder = start(fediir, CUT + "--out whole")
-    log = run.Run.log
-
-    def stop_here(self, t, *args, **values):
-        log(self, t, *args, **values)
-        if t == 3:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run.Run, "log", stop_here)
-        patch.setattr(run.time, "monotonic", iter(range(0, 10**6, 20)).__next__)
-        with pytest.raises(KeyboardInterrupt):
-            start(fediir, CUT + "--out cut")
+    start_and_stop(fediir, CUT + "--out cut", 3, "cut")
     start(fediir, "--resume cut")
     for name in ("model.pt", "fedavg/model.pt"):
         assert (folder / "cut" / name).read_bytes() == (folder / "whole" / name).read_bytes()

@@ -40,21 +40,9 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(start, metho
 
 @pytest.mark.parametrize("method", CUTS)
 @pytest.mark.parametrize("stop", [1, 2, 3, 4])
-def test_a_run_that_was_stopped_goes_on_to_the_same_end(start, method, stop, monkeypatch):
+def test_a_run_that_was_stopped_goes_on_to_the_same_end(start, start_and_stop, method, stop):
     folder = start(method, CUTS[method] + "--out whole")
-    save, log = run.Run.save, run.Run.log
-
-    def stop_here(self, t, *args, **values):
-        log(self, t, *args, **values)
-        if t == stop and self.folder.name == "cut":
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run.Run, "log", stop_here)
-        patch.setattr(run.time, "monotonic", iter(range(0, 10**6, 20)).__next__)  # a checkpoint after every round
-        with pytest.raises(KeyboardInterrupt):
-            start(method, CUTS[method] + "--out cut")
-    assert run.Run.save is save
+    start_and_stop(method, CUTS[method] + "--out cut", stop, "cut")
     start(method, "--resume cut")
     assert without_times(folder / "cut") == without_times(folder / "whole")
     assert (folder / "cut/model.pt").read_bytes() == (folder / "whole/model.pt").read_bytes()

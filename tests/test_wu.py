@@ -326,23 +326,11 @@ def test_with_everybody_selected_and_equal_weights_all_are_fedavg(start):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_leaves_its_pictures_and_goes_on_where_it_stopped(start, method, monkeypatch):
+def test_a_run_leaves_its_pictures_and_goes_on_where_it_stopped(start, start_and_stop, method):
     folder = start(method, CUT + "--out whole")
     pictures = {entropy_weighting: "weights.png", minimax_select: "similarity.png", convex_hull_select: "hull.gif"}
     assert {f.name for f in (folder / "whole").iterdir()} >= {pictures[method], "curves.png", "partition.png"}
-    log = server_log = method.run.Run.log
-
-    def stop_here(self, t, *args, **values):
-        log(self, t, *args, **values)
-        if t == 3:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(method.run.Run, "log", stop_here)
-        patch.setattr(method.run.time, "monotonic", iter(range(0, 10**6, 20)).__next__)
-        with pytest.raises(KeyboardInterrupt):
-            start(method, CUT + "--out cut")
-    assert method.run.Run.log is server_log
+    start_and_stop(method, CUT + "--out cut", 3, "cut")
     start(method, "--resume cut")
     assert (folder / "cut/model.pt").read_bytes() == (folder / "whole/model.pt").read_bytes()
     strip = [[{c: v for c, v in r.items() if c != "seconds"} for r in rows(folder / name)] for name in ("cut", "whole")]
