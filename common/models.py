@@ -16,6 +16,9 @@ from common import UserError, first_line
 NAMES = ["cnn", "convnet", "resblocks", "resnet18", "resnet50", "vgg16", "charrnn"]
 
 
+RESNETS = {"resnet18": 512, "resnet50": 2048}  # name -> its features
+
+
 class Classifier(nn.Module):
     """classifier(features(x)). `features` may give vectors [N, d] or maps [N, d, h, w]; `classifier` takes either."""
 
@@ -62,11 +65,7 @@ def build(
     elif name == "charrnn":
         features, hidden, activation = CharRNN(classes, scaled(256)), None, None
     else:
-        features, hidden, activation = (
-            _resnet(name, shape[0], pretrained),
-            512 if name == "resnet18" else 2048,
-            nn.ReLU(),
-        )
+        features, hidden, activation = _resnet(name, shape[0], pretrained), RESNETS[name], nn.ReLU()
     try:
         with torch.no_grad():
             example = torch.zeros(1, *shape, dtype=torch.long if is_text else torch.float32)

@@ -159,9 +159,7 @@ class Run:
         """Prints how the run ended: its last round, and the mean of its last five."""
         columns = COLUMNS[2:5]
         numbers = [[float(row[c]) if row[c] else None for c in columns] for row in self.rows[-5:]]
-        mean = [
-            None if None in of_column else sum(of_column) / len(of_column) for of_column in zip(*numbers, strict=True)
-        ]
+        mean = [None if None in column else sum(column) / len(column) for column in zip(*numbers, strict=True)]
         rows = [[f"round {self.rows[-1]['round']}", *numbers[-1]], [f"mean of last {len(numbers)}", *mean]]
         table(title, ["", *(c.replace("_", " ") for c in columns)], rows)
         print("ID: held-out samples of the clients that take part; OOD: the test set, or the domain left out")

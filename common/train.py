@@ -231,9 +231,8 @@ class Trainer:
         set_weights(model, w)
         model.eval()
         each = -(-len(samples) // ranks.COUNT)  # all ranks the same number; the last ones repeat the last sample
-        mine = samples[torch.arange(ranks.RANK * each, (ranks.RANK + 1) * each).clamp(max=len(samples) - 1)].to(
-            self.device
-        )
+        at = torch.arange(ranks.RANK * each, (ranks.RANK + 1) * each).clamp(max=len(samples) - 1)
+        mine = samples[at].to(self.device)
         with self.autocast():
             found = torch.cat([(function or model)(self.batch(p)).float() for p in mine.split(self.chunk)])
         if ranks.COUNT == 1:
