@@ -171,6 +171,17 @@ def main(argv: list[str] | None = None) -> None:
         group(data, device, tokens, "UEFL, resblocks / 8, batch 64", four, 2, 64, uefl.uefl_loss),
         group(data, device, tokens, "UEFL, clients of 60, batch 16", small, 1, 16, uefl.uefl_loss),
     ]
+    if device.type == "cuda":  # work that fills a GPU, and beside it the same network's training on all data at once
+        pixels = torch.randint(256, (16_000, 3, 32, 32), generator=torch_rng, dtype=torch.uint8)
+        colour = Dataset("noise", pixels, y[:16_000], torch.arange(16_000), torch.arange(0), data.classes)
+        with train.seeded(torch.device("cpu"), 0, "model"):
+            large = models.build("cnn", (3, 32, 32), 10)
+        of_400 = list(torch.arange(16_000).split(400))
+        groups += [
+            group(colour, device, large, "CIFAR-10's cnn, 40 clients of 400, batch 16", of_400, 1, 16),
+            group(colour, device, large, "CIFAR-10's cnn, 40 clients of 400, batch 128", of_400, 1, 128),
+            group(colour, device, large, "CIFAR-10's cnn, central, batch 1024", [torch.arange(16_000)], 1, 1024),
+        ]
     for precision in ("float32", "bfloat16"):
         trainer = train.Trainer(data, device, seed=0, epochs=1, batch_size=64, lr=0.01, precision=precision)
         for at, name, model in ((0, "cnn", cnn), (2, "FedIIR", convnet), (4, "UEFL", tokens)):
