@@ -1,4 +1,4 @@
-"""Convex-hull selection: train those clients whose gradients are the corners of all.
+"""Convex-hull selection: train those clients whose gradients are the vertices of the convex hull of all.
 
 Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating Clients (arXiv
 2310.07171), section IV-B2. The server keeps each participating client's latest g = w - w_i, and in each round selects
