@@ -96,7 +96,7 @@ FONTS = "--clients 10 --no-compare "
 LEARN_GLYPHS = {
     **dict.fromkeys([fedavg, entropy_weighting, minimax_select], GLYPHS + "--sample 5"),
     convex_hull_select: GLYPHS + "--hull-dim 2",
-    fediir: FONTS + "--sample 5 --rounds 12",
+    fediir: FONTS + "--sample 5 --rounds 12 --validate-every 1",
     uefl: FONTS
     + "--partition iid --participating 10 --sample 5 --local-epochs 3 --rounds 5 --later-rounds 3 --iterations 2",
 }
