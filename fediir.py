@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.test_domain is None:
         raise UserError("--test-domain is missing: name the domain to leave out, or all for each in turn")
     if args.test_domain == "all":
-        train.pick_device(args.device)
+        train.pick_device(args.device)  # where ranks find each other, before any of them loads data
         domains = flags.load(args).domains
         if not domains:
             raise UserError(f"--test-domain all: {args.dataset} has no domains; make some with --rotate")

@@ -323,12 +323,7 @@ def own_flags(add) -> None:
     add("--codebook-size", type=flags.at_least(0), default=64, help="v, codewords to begin with and to add; 0: FedAvg")
     add("--segments", type=whole, default=1, help="s, parts of a token that each get a codeword")
     add("--gamma", type=flags.at_least(0, float), default=0.1, help="gamma of equation 7; larger extends less")
-    add(
-        "--reference",
-        choices=["min", "mean"],
-        default="min",
-        help="equation 7 compares uncertainties with their minimum or mean",
-    )
+    add("--reference", choices=["min", "mean"], default="min", help="equation 7: of the uncertainties, least or mean")
     add("--iterations", type=whole, default=5, help="at most; with 1 nobody is extended (static codebook, table 16)")
     add("--later-rounds", type=whole, default=5, help="rounds of each iteration after the first")
     add("--init", choices=["kmeans", "gaussian"], default="kmeans", help="how new codewords are initialised")

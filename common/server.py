@@ -48,12 +48,7 @@ def aggregate(updates: Tensor, alpha: Tensor, trim: float) -> Tensor:
 def table_flags(add) -> None:
     """The flags of a server that keeps a table."""
     add("--weighting", choices=["equal", "size", "entropy"], default="equal", help="alpha of line 7")
-    add(
-        "--event-threshold",
-        type=flags.at_least(0, float),
-        default=0.0,
-        help="upload only what changed by this share of its norm",
-    )
+    add("--event-threshold", type=flags.at_least(0, float), default=0.0, help="upload what changed by this share only")
     add("--churn", type=flags.at_least(0, float, 0.99), default=0.0, help="probability to be away in a round")
     add("--trim", type=flags.at_least(0, float, 0.49), default=0.0, help="share cut at either end: the trimmed mean")
     add("--table-dtype", choices=["float32", "bfloat16"], default="float32", help="of the table of latest gradients")
@@ -144,8 +139,11 @@ def sketch(updates: Tensor, size: int, seed: int) -> Tensor:
     rng = random_at(seed, "sketch")
     into = torch.from_numpy(rng.integers(size, size=updates.shape[1]))
     sign = torch.from_numpy(rng.integers(2, size=updates.shape[1], dtype=np.int8)) * 2 - 1
-    signed = updates.double() * sign.to(updates.device)  # float64, for a GPU adds in any order, and ranks must agree
-    return signed.new_zeros(len(updates), size).index_add_(1, into.to(updates.device), signed).to(updates)
+    into, sign = into.to(updates.device), sign.to(updates.device)
+    sums = torch.zeros(len(updates), size, dtype=torch.float64, device=updates.device)
+    for of_client, update in zip(sums, updates, strict=True):  # one at a time, for in float64 all would take 2 [K, P]
+        of_client.index_add_(0, into, update.double() * sign)  # float64: a GPU adds in any order, and ranks must agree
+    return sums.to(updates)
 
 
 def upload(state: dict, rows: Tensor, updates: Tensor, args) -> Tensor:

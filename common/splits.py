@@ -44,6 +44,7 @@ class Clients:
 
 
 def shuffled(samples: Tensor, rng: np.random.Generator) -> Tensor:
+    """The same samples in random order."""
     return samples[torch.from_numpy(rng.permutation(len(samples)))]
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from common import UserError, first_line, random_at, ranks
 from common.data import Dataset
+from common.splits import shuffled
 from common.steps import RecordedStep, Step
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -213,7 +214,7 @@ class Trainer:
             step = self.recorded
             step.restart()
         rng = random_at(self.seed, "batches", round, client)
-        orders = [samples[torch.from_numpy(rng.permutation(len(samples)))] for _ in range(self.epochs)]
+        orders = [shuffled(samples, rng) for _ in range(self.epochs)]
         for order in torch.stack(orders).to(self.device):  # one copy a client, since a GPU's queue runs empty meanwhile
             for positions in order.split(self.batch_size):
                 step(positions)

@@ -81,5 +81,6 @@ def start_and_stop(start, monkeypatch):
             patch.setattr(common.run.time, "monotonic", iter(range(0, 10**6, 20)).__next__)
             with pytest.raises(KeyboardInterrupt):
                 start(method, flags)
+        assert common.run.Run.log is log
 
     return run_method
