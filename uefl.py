@@ -1,57 +1,52 @@
-"""UEFL: silos on whose data the model is unsure get codewords of their own.
+"""UEFL: silos for whose data the model is uncertain get codewords of their own.
 
 Zhang, Cao and Liu, Uncertainty-Based Extensible Codebook for Discrete Federated Learning in Heterogeneous Data Silos
-(arXiv 2402.18888). An encoder turns an image into tokens, each token is replaced by the nearest of a few learned
-codewords, and a classifier reads these. Clients share v codewords; whoever stays uncertain gets v more.
+(arXiv 2402.18888). An encoder turns an image into tokens. Each token is replaced by the nearest of a few learned
+codewords, and a classifier reads these. The clients share v codewords, and uncertain clients get v more.
 
     Algorithm 1, counting every line of its listing                      in the code
-     1  sample K data silos as clients                                   clients.participating
-     2  initialise theta, and a codebook of v codewords, at random       build(), args.codebook_size
-     3  e_k = 0                                                          (nobody is extended in the first iteration)
-     4  repeat                                                           iteration
-     5      for each round t = 1, 2, ...
-     6          broadcast theta                                          trainer.local_updates
-     7          for all K clients in parallel
-     8              if e_k > (1 + gamma) min_j e_j                       uncertain()
-     9                  K-means-initialise another v codewords           ExtensibleCodebook.extend
-    10                  v_k <- v_k + v                                   state["allowed"], a row a client
-    12              z = f_E(x)                                           UEFL.encode
-    13              c = the nearest of v_k codewords (equation 4)        ExtensibleCodebook.forward
-    14              p = f_C(c)                                           UEFL.classify
-    15              L_code = ||sg(c) - z||^2 + beta ||c - sg(z)||^2      ExtensibleCodebook.forward
-    16              L_task = cross-entropy                               uefl_loss
-    17              theta_k <- theta_k - eta grad (L_code + L_task)      args.lr
-    19          clients return theta_k                                   updates
-    20          theta <- sum of n_k / n theta_k                          average()
-    22      e_k = -sum p log p, the uncertainty (equation 6)             assess(), predictive_entropy()
-    23      reduce the number of rounds                                  args.rounds, then args.later_rounds
-    24  until e_k <= (1 + gamma) min_j e_j for all k (equation 7)        or after args.iterations iterations
+     1  sample K data silos as clients                                   main, flags.prepare
+     2  initialise theta, and a codebook of v codewords, at random       build
+     3  e_k = 0                                                          federate
+     4  repeat                                                           federate
+     5      for each round t = 1, 2, ...                                 federate
+     6          broadcast theta                                          client_update
+     7          for all K clients in parallel                            trainer.local_updates
+     8              if e_k > (1 + gamma) min_j e_j                       uncertain
+     9                  K-means-initialise another v codewords           client_codewords
+    10                  v_k <- v_k + v                                   extend
+    12              z = f_E(x)                                           client_update, UEFL.encode
+    13              c = the nearest of v_k codewords (equation 4)        client_update, ExtensibleCodebook
+    14              p = f_C(c)                                           client_update, UEFL.classify
+    15              L_code = ||sg(c) - z||^2 + beta ||c - sg(z)||^2      client_update, ExtensibleCodebook
+    16              L_task = cross-entropy                               client_update
+    17              theta_k <- theta_k - eta grad (L_code + L_task)      client_update
+    19          clients return theta_k                                   trainer.local_updates
+    20          theta <- sum of n_k / n theta_k                          average, average_codewords
+    22      e_k = -sum p log p, the uncertainty (equation 6)             client_uncertainty, predictive_entropy
+    23      reduce the number of rounds                                  federate
+    24  until e_k <= (1 + gamma) min_j e_j for all k (equation 7)        federate, or after --iterations
 
 Where the paper is silent or unclear
- 1. Lines 8-10 stand inside the loop over rounds; sections 3.1 and 3.2 extend once an iteration, at its start. So here.
- 2. New codewords belong to one client each (section 3.1: "exclusively accessible to the corresponding heterogeneous
-    clients"). v_k grows by v (line 10), though tables 11, 14 and 16 count as if it doubled.
- 3. Line 20 for codewords (section 3.2): each is averaged over the clients allowed to use it, by n_k among them.
- 4. e_k is the mean entropy over the client's held-out samples; their labels are not looked at. These samples are its
-    share of the standard test set where there is one. mA and mP are taken with dropout off; mP is exp of the entropy
-    of how often codewords are used, over all segments.
- 5. Which Gaussian initialises the codewords: the standard one. The tokens of a network with ReLUs, however, point all
-    into much the same direction, and a few codewords get all of them. So the encoder ends in a layer norm
-    without parameters, which gives tokens the length of such codewords; --no-token-norm leaves it out. What it does
-    is measured in results/uefl; FedAvg does not have it.
- 6. beta = 1 on line 15's second term, and 0.25 (--commitment) on its first, as in the authors' code; both are means.
- 7. Dropout: two layers (section 3.4), here one before each linear layer of the classifier; the encoder is therefore
-    the same in all passes and runs once.
- 8. Where a client that never trained picks its codewords (leave-one-domain-out): from all of the server's;
-    --unseen-codewords shared keeps it to the shared ones. One that joins would get its own by lines 8-10.
- 9. Optimizer (Adam, where line 17 has gradient descent), learning rate, batch size and local epochs are the authors'
-    code's. Rounds: 40, then 20 (section 4 and appendix H, on CIFAR-10; the authors' code has 20, then 10).
-10. All clients train in each round; --sample takes fewer.
-11. Images are scaled to -1..1. The paper's VGG16 and ResNet-18 are pretrained: add --pretrained to compare with it.
+ 1. Lines 8 to 10 stand inside the loop over rounds. Sections 3.1 and 3.2 extend once, when an iteration begins.
+ 2. New codewords belong to one client (section 3.1: "exclusively accessible to the corresponding heterogeneous
+    clients"). v_k grows by v (line 10), although tables 11, 14 and 16 count as if it doubled.
+ 3. Line 20 for codewords (section 3.2): each is averaged over the clients that may use it, with weights n_k.
+ 4. e_k is the mean entropy over the client's held-out samples, without their labels. They are the client's share of
+    the standard test set if there is one. mA, mE and mP are means over clients of accuracy, e_k and perplexity, which
+    is exp of the entropy of how often codewords are used. Accuracy is measured on the mean probabilities of all passes.
+ 5. Which Gaussian initialises the codewords: the standard one. The tokens of a network with ReLUs all point in similar
+    directions, and a few codewords get all of them. So a layer norm without parameters follows the encoder, also in
+    FedAvg. --no-token-norm removes it from both. See results/uefl.
+ 6. beta = 1 on line 15's second term and --commitment 0.25 on its first, both as means, as in the authors' code.
+ 7. Dropout (section 3.4) stands before each linear layer of the classifier. So the encoder runs once for all passes.
+ 8. Clients of a domain that never trained (--test-domain) may use all codewords.
+ 9. Adam, learning rate, batch size and local epochs are those of the authors' code. Rounds: 40, then 20 (section 4 and
+    appendix H, for CIFAR-10). All clients train in each round. The paper's VGG16 and ResNet-18 are --pretrained.
 
-Where the authors' code differs: it keeps codebooks per silo and averages none, averages the rest by 1/K, compares with
-the mean uncertainty unless told otherwise, and its threshold stays what it was after iteration 1; its second dropout
-acts on the logits, and its evaluation turns dropout off, so that its 20 passes are one.
+Where the authors' code differs: each silo keeps its own codebooks, never averaged; the rest is averaged by 1/K; the
+threshold is relative to the mean uncertainty, and fixed after iteration 1; the second dropout is on the logits; the
+evaluation turns dropout off, so that its 20 passes are equal.
 
     python uefl.py
     python uefl.py --dataset cifar10 --pretrained
@@ -62,7 +57,7 @@ acts on the logits, and its evaluation turns dropout off, so that its 20 passes 
 
 import argparse
 import copy
-from functools import partial
+import warnings
 
 import numpy as np
 import torch
@@ -72,22 +67,20 @@ from scipy.cluster.vq import kmeans2
 from torch import Tensor
 
 from common import UserError, flags, plots, random_at, run, splits, train
-from common.splits import Clients
 
 
 class ExtensibleCodebook(nn.Module):
-    """Replaces each of a token's segments by the nearest codeword it may use (sections 3.2 and 3.3).
+    """Replaces each segment of a token by the nearest codeword that the client may use (sections 3.2 and 3.3).
 
-    size        v, codewords to begin with; with 0 tokens pass as they are
+    size        v, codewords at the start; with 0, tokens pass unchanged
     dim         d, channels of a token, divisible by segments
-    segments    s, parts into which a token is cut, each with its own codeword from the same codebook
-    commitment  weight of ||sg(c) - z||^2, which draws tokens to codewords
-    beta        weight of ||c - sg(z)||^2, which draws codewords to tokens
+    segments    s, parts of a token that each get a codeword from the same codebook
+    commitment  weight of ||sg(c) - z||^2, which pulls tokens to codewords
+    beta        weight of ||c - sg(z)||^2, which pulls codewords to tokens
 
-    codewords   [V, d / s]
-    allowed     bool [V], those that the present client may use
+    codewords   the only parameter, [V, d / s]
 
-    Raises ValueError where segments does not divide dim.
+    Raises ValueError if segments does not divide dim.
     """
 
     def __init__(self, size: int, dim: int, segments: int = 1, commitment: float = 0.25, beta: float = 1.0):
@@ -96,210 +89,253 @@ class ExtensibleCodebook(nn.Module):
             raise ValueError(f"tokens of {dim} channels cannot be cut into {segments} segments")
         self.segments, self.commitment, self.beta = segments, commitment, beta
         self.codewords = nn.Parameter(torch.randn(size, dim // segments))
-        self.register_buffer("allowed", torch.ones(size, dtype=torch.bool))
 
-    def use(self, allowed: Tensor) -> None:
-        """From now on the codebook serves the client that may use the codewords `allowed`, bool [V]."""
-        self.allowed.copy_(allowed)
+    def forward(self, tokens: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens [N, l, d] -> their codewords [N, l, d], L_code (equation 5), and the codewords' indices [N, l, s].
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens [N, l, d] -> codewords in their place [N, l, d], L_code (equation 5), their indices [N, l, s].
+        allowed  bool [V], the codewords that this client may use; by default all
 
-        The gradient with respect to the output goes to the tokens unchanged (straight through).
+        The gradient of the output passes straight through to the tokens. Raises ValueError for any other `allowed`.
         """
         if not len(self.codewords):
             return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
+        if allowed is not None and (
+            allowed.dtype != torch.bool or len(allowed) != len(self.codewords) or not allowed.any()
+        ):
+            raise ValueError(f"allowed must be bool [{len(self.codewords)}] with at least one True")
         with torch.autocast(tokens.device.type, enabled=False):
-            z = tokens.float().reshape(-1, self.codewords.shape[1])
-            with torch.no_grad():  # |z - c|^2 = |z|^2 - 2 z.c + |c|^2, of which the first does not matter
+            z = tokens.to(self.codewords.dtype).reshape(-1, self.codewords.shape[1])
+            with torch.no_grad():  # |z - c|^2 = |z|^2 - 2 z.c + |c|^2, without the first term
                 distance = torch.addmm((self.codewords**2).sum(1), z, self.codewords.T, alpha=-2)
-                index = distance.masked_fill(~self.allowed, torch.inf).argmin(1)
-            c = self.codewords[index]
+                index = (distance if allowed is None else distance.masked_fill(~allowed, torch.inf)).argmin(
+                    1
+                )  # line 13
+            c = self.codewords[index]  # equation 4
             loss = self.commitment * F.mse_loss(z, c.detach()) + self.beta * F.mse_loss(c, z.detach())
             straight_through = z + (c - z).detach()
         return straight_through.view(tokens.shape), loss, index.view(*tokens.shape[:-1], self.segments)
 
     @torch.no_grad()
-    def extend(self, size: int, tokens: Tensor | None, rng: np.random.Generator) -> None:
-        """Adds `size` codewords: the centroids of the tokens' segments by K-means, or Gaussian ones without tokens."""
-        if tokens is None:
-            new = torch.from_numpy(rng.standard_normal((size, self.codewords.shape[1])))
-        else:
-            segments = tokens.reshape(-1, self.codewords.shape[1]).double().cpu().numpy()
-            new = torch.from_numpy(kmeans2(segments, size, minit="++", rng=rng)[0])
-        self.codewords = nn.Parameter(torch.cat([self.codewords, new.to(self.codewords)]))
-        self.allowed = torch.cat([self.allowed, self.allowed.new_ones(size)])
+    def extend(self, codewords: Tensor) -> None:
+        """Adds codewords [v, d / s]. The parameter stays the same object, so that an optimizer still knows it."""
+        self.codewords.data = torch.cat([self.codewords, codewords.to(self.codewords)])
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):  # a codebook that has grown loads into a new one
+        self.codewords.data = torch.empty_like(state_dict[f"{prefix}codewords"])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def kmeans_codewords(segments: Tensor, size: int, rng: np.random.Generator) -> Tensor:
+    """The `size` centroids, by K-means, of features cut into segments [n, d / s]: float64 [size, d / s]."""
+    with warnings.catch_warnings():  # scipy warns if there are fewer distinct segments than centroids: harmless here
+        warnings.simplefilter("ignore")
+        return torch.from_numpy(kmeans2(segments.double().cpu().numpy(), size, minit="++", rng=rng)[0])
 
 
 def predictive_entropy(probabilities: Tensor) -> Tensor:
-    """Class probabilities from T passes [T, N, C] -> entropy of their mean over passes, in nats [N] (equation 6)."""
-    mean = probabilities.mean(0)
-    return -torch.xlogy(mean, mean).sum(-1)
+    """Class probabilities of T passes [T, N, C] -> the entropy of their mean over passes, in nats [N] (equation 6)."""
+    return torch.special.entr(probabilities.mean(0)).sum(-1)
 
 
-def threshold(entropies: Tensor, gamma: float, reference: str = "min") -> Tensor:
-    """(1 + gamma) times the least of the clients' entropies [K], or their mean: a scalar (equation 7)."""
-    return (1 + gamma) * (entropies.mean() if reference == "mean" else entropies.min())
+def uncertain(entropies: Tensor, gamma: float) -> Tensor:
+    """Which clients' entropies [K] are above (1 + gamma) times the smallest one: bool [K] (equation 7)."""
+    return entropies > (1 + gamma) * entropies.min()
 
 
-def uncertain(entropies: Tensor, gamma: float, reference: str = "min") -> Tensor:
-    """Which clients' entropies [K] are over the threshold: bool [K]."""
-    return entropies > threshold(entropies, gamma, reference)
+def average_codewords(before: Tensor, codewords: Tensor, sizes: Tensor, allowed: Tensor) -> Tensor:
+    """Line 20 for codewords: [V, d]. Each one is averaged over the clients that may use it, with weights n_k.
 
-
-def perplexity(index: Tensor, codewords: int) -> Tensor:
-    """exp of the entropy of how often each codeword is used, a scalar between 1 and the number of codewords."""
-    usage = torch.bincount(index.flatten(), minlength=codewords) / index.numel()
-    return torch.exp(-torch.xlogy(usage, usage).sum())
+    before     the server's codewords [V, d]; one that no client here may use stays as it is
+    codewords  those of the clients after training [K, V, d]
+    sizes      n_k [K]
+    allowed    bool [K, V], which client may use which codeword
+    """
+    weights = sizes[:, None] * allowed
+    total = weights.sum(0)[:, None]
+    return torch.where(total > 0, torch.einsum("kv,kvd->vd", weights, codewords) / total, before)
 
 
 class UEFL(nn.Module):
-    """p = f_C(f_D(f_E(x))) (equation 1), with f_D the codebook; one of size 0 makes it FedAvg's model."""
+    """p = f_C(f_D(f_E(x))) (equation 1), in which f_D is the codebook. A codebook of size 0 makes it FedAvg's model."""
 
     def __init__(self, features: nn.Module, codebook: ExtensibleCodebook, classifier: nn.Module, token_norm: bool):
         super().__init__()
         self.features, self.codebook, self.classifier = features, codebook, classifier
         self.token_norm = token_norm
 
+    @property
+    def members(self) -> list[nn.Module]:
+        return [self]
+
     def encode(self, x: Tensor) -> Tensor:
-        """x -> tokens [N, l, d]: one for each place of a feature map [N, d, h, w], one for a feature vector [N, d]."""
+        """x -> tokens [N, l, d]: one for each place of a feature map [N, d, h, w], or one feature vector [N, d]."""
         z = self.features(x)
         z = z.flatten(2).mT if z.dim() == 4 else z.unsqueeze(1)
         return F.layer_norm(z, z.shape[-1:]) if self.token_norm else z
 
     def classify(self, tokens: Tensor) -> Tensor:
-        return self.classifier(tokens.mT)  # [N, d, l], which flattens like the map that the classifier was made for
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classify(self.codebook(self.encode(x))[0])
+        """tokens [N, l, d] -> logits [N, C]."""
+        return self.classifier(tokens.mT)  # [N, d, l] flattens like the feature map
 
 
-def uefl_loss(model: UEFL, x: Tensor, y: Tensor) -> Tensor:
-    """L_task + L_code (section 3.3)."""
-    c, code_loss, _ = model.codebook(model.encode(x))
-    return F.cross_entropy(model.classify(c), y) + code_loss
+class Ensemble(nn.Module):
+    """A deep ensemble (appendix E). Its members share nothing; their tokens stand one below the other, [E N, l, d]."""
+
+    def __init__(self, members: list[UEFL]):
+        super().__init__()
+        self.members = nn.ModuleList(members)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.cat([member.encode(x) for member in self.members])
+
+    def codebook(self, tokens: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        parts = zip(self.members, tokens.chunk(len(self.members)), strict=True)
+        c, losses, index = zip(*(member.codebook(z, allowed) for member, z in parts), strict=True)
+        return torch.cat(c), sum(losses) / len(losses), torch.cat(index)
+
+    def classify(self, tokens: Tensor) -> Tensor:
+        parts = zip(self.members, tokens.chunk(len(self.members)), strict=True)
+        return torch.cat([member.classify(c) for member, c in parts])
 
 
-def average(model: UEFL, w: Tensor, updates: Tensor, sizes: Tensor, allowed: Tensor) -> Tensor:
-    """Line 20: w [P] after the clients' updates [K, P], weighted by their sizes [K]; a codeword only moves by the
-    updates of the clients that may use it, `allowed` bool [K, V]."""
-    alpha = sizes / sizes.sum()
-    step = alpha @ updates
-    share = alpha[:, None] * allowed
-    share = share / share.sum(0).clamp(min=1e-12)  # no client here may use the codeword: it stays where it is
-    at = train.span(model, "codebook.codewords")
-    of_codewords = updates[:, at].view(*allowed.shape, model.codebook.codewords.shape[1])
-    step[at] = torch.einsum("kv,kvd->vd", share, of_codewords).flatten()
-    return w - step
+# ------------------------------------------------------------------------------------------------- what a client does
 
 
-def build(args, trainer: train.Trainer, bases: list[nn.Module], samples: Tensor) -> tuple[UEFL, list[Tensor]]:
-    """Line 2: a model with a codebook in its middle and w; of several bases (deep ensembles, appendix E) one w each.
+def client_update(model, w, batches, optimizer, autocast, allowed):
+    """Lines 6 to 17 for one client: trains `model` from w [P] on. Yields each batch's loss."""
+    train.set_weights(model, w)  # line 6
+    for x, y in batches:
+        with autocast():
+            z = model.encode(x)  # line 12
+            c, code_loss, _ = model.codebook(z, allowed)  # lines 13, 15
+            p = model.classify(c)  # line 14
+            loss = F.cross_entropy(p, y.repeat(len(model.members))) + code_loss  # line 16
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()  # line 17
+        yield loss
 
-    samples  some positions in the pool
+
+@torch.no_grad()
+def client_evaluation(model, batches, autocast, allowed, passes):
+    """Line 22 for one client: its uncertainty e_k, and for the record its accuracy and codebook perplexity: [3].
+
+    e_k is the mean entropy of its samples, from `passes` passes with dropout. An ensemble has one pass per member.
     """
-    one = trainer.batch(samples[:1].to(trainer.device))
-    dim = bases[0].features.eval()(one).shape[1]
-    if dim % args.segments:
-        raise UserError(f"--segments {args.segments} does not divide the {dim} channels of the model's tokens")
-    models = []
-    for m, base in enumerate(bases):
-        with train.seeded(torch.device("cpu"), args.seed, "codebook", m):
-            codebook = ExtensibleCodebook(args.codebook_size, dim, args.segments, args.commitment, args.beta)
-        norm = args.codebook_size > 0 and not args.no_token_norm
-        models.append(UEFL(copy.deepcopy(base.features), codebook, copy.deepcopy(base.classifier), norm))
-    return models[0].to(trainer.device), [train.get_weights(model.to(trainer.device)) for model in models]
+    model.eval()
+    for layer in (layer for layer in model.modules() if isinstance(layer, nn.Dropout)):
+        layer.train()
+    entropies, hits, usage = [], [], torch.zeros(len(allowed), device=allowed.device)
+    for x, y in batches:
+        with autocast():
+            c, _, index = model.codebook(model.encode(x), allowed)
+            p = torch.stack([model.classify(c).float().softmax(1) for _ in range(passes)])
+        p = p.view(-1, len(y), p.shape[-1])
+        entropies.append(predictive_entropy(p))  # line 22
+        hits.append((p.mean(0).argmax(1) == y).float())
+        usage += torch.bincount(index.flatten(), minlength=len(usage))
+    perplexity = torch.special.entr(usage / usage.sum()).sum().exp()
+    return torch.stack([torch.cat(entropies).mean(), torch.cat(hits).mean(), perplexity])
+
+
+@torch.no_grad()
+def client_codewords(model, batches, autocast, size, kind, rng):
+    """Line 9 for one client: `size` new codewords for each member of the model, [members, size, d / s]."""
+    width = model.members[0].codebook.codewords.shape[1]
+    if kind == "gaussian":
+        return torch.from_numpy(rng.standard_normal((len(model.members), size, width)))
+    with autocast():
+        features = [model.encode(x).reshape(len(model.members), -1, width) for x, _ in batches]
+    return torch.stack([kmeans_codewords(z, size, rng) for z in torch.cat(features, 1)])  # line 9
+
+
+# ------------------------------------------------------------------------------------------------ what the server does
+
+
+def average(model: nn.Module, w: Tensor, updates: Tensor, sizes: Tensor, allowed: Tensor) -> Tensor:
+    """Line 20: the new w [P], from the clients' updates [K, P], their sizes [K] and allowed codewords, bool [K, V]."""
+    new, start = w - sizes / sizes.sum() @ updates, 0
+    for name, parameter in model.named_parameters():
+        span, start = slice(start, start + parameter.numel()), start + parameter.numel()
+        if name.endswith("codebook.codewords") and len(parameter):
+            before, after = w[span].view_as(parameter), (w[span] - updates[:, span]).view(-1, *parameter.shape)
+            new[span] = average_codewords(before, after, sizes, allowed).flatten()
+    return new
+
+
+@torch.no_grad()
+def extend(model: nn.Module, state: dict, clients: Tensor, codewords: Tensor) -> None:
+    """Lines 9, 10: each of these clients [n] alone may use its new codewords [n, members, v, d / s]."""
+    train.set_weights(model, state["w"])
+    for m, member in enumerate(model.members):
+        member.codebook.extend(codewords[:, m].flatten(0, 1))
+    owner = clients.repeat_interleave(codewords.shape[2]).to(codewords.device)
+    is_own = torch.arange(len(state["allowed"]), device=codewords.device)[:, None] == owner
+    state["allowed"] = torch.cat([state["allowed"], is_own], dim=1)  # line 10
+    state["w"] = train.get_weights(model)
 
 
 COLUMNS = ["iteration", "mA", "mE", "mP", "accuracies", "uncertainties", "codewords"]
 
 
-def assess(args, trainer: train.Trainer, model: UEFL, state: dict, clients: Clients) -> dict:
-    """A row of metrics.csv: line 22, each client's uncertainty, and the paper's means over clients mA, mE and mP.
-
-    The uncertainty is that of args.passes passes with dropout on, or, of a deep ensemble, of one pass a member with
-    dropout off. Accuracy and perplexity: dropout off, of an ensemble the last member.
-    """
-    hits, entropies, perplexities = [], [], []
-    for k in clients.participating.tolist():
-        model.codebook.use(state["allowed"][k])
-        passes = []
-        for w in state["w"]:
-            tokens = trainer.predict(model, w, clients.test[k], model.encode)
-            with torch.no_grad(), train.seeded(trainer.device, args.seed, "passes", state["round"], k):
-                c, _, index = model.codebook(tokens)
-                certain = model.classify(c).softmax(1)
-                model.classifier.train()
-                if args.ensemble == 1:
-                    passes += [model.classify(c).softmax(1) for _ in range(args.passes)]
-                else:
-                    passes.append(certain)
-        hits.append((certain.argmax(1) == trainer.y[clients.test[k]]).float())
-        entropies.append(predictive_entropy(torch.stack(passes)).mean().item())
-        perplexities.append(perplexity(index, len(model.codebook.codewords)).item())
-    model.codebook.use(state["allowed"].all(0) | (args.unseen_codewords == "all"))  # item 8: who has none of its own
-    ood = trainer.evaluate(model, state["w"][-1], [clients.ood])[0].item() if len(clients.ood) else None
-    accuracies = [h.mean().item() for h in hits]
-    mean_perplexity = np.mean(perplexities) if args.codebook_size else None
-    return {
-        "id_accuracy": torch.cat(hits).mean().item(), "ood_accuracy": ood, "iteration": state["iteration"] + 1,
-        "mA": np.mean(accuracies), "mE": np.mean(entropies), "mP": mean_perplexity, "accuracies": accuracies,
-        "uncertainties": entropies, "codewords": state["allowed"][clients.participating].sum(1),
+def evaluate(
+    args, trainer: train.Trainer, model: nn.Module, state: dict, clients: splits.Clients
+) -> tuple[Tensor, dict]:
+    """Line 22: the uncertainties e_k [K]. Also returns the measures of this round, by column of metrics.csv."""
+    k, tests = clients.participating, clients.test[: clients.participating]
+    parts = [*tests, clients.ood] if len(clients.ood) else tests  # the OOD samples form one more client (item 8)
+    allowed = F.pad(state["allowed"], (0, 0, 0, 1), value=True)
+    found = trainer.map_clients(
+        client_evaluation, model, state["w"], torch.arange(len(parts)), parts, state["round"],
+        each={"allowed": allowed}, passes=args.passes,
+    ).cpu()  # fmt: skip
+    e, accuracies, perplexities = found[:k].T
+    sizes = torch.tensor([float(len(test)) for test in tests])
+    return e, {
+        "id_accuracy": sizes @ accuracies / sizes.sum(), "ood_accuracy": found[k, 1] if len(parts) > k else None,
+        "mA": accuracies.mean(), "mE": e.mean(), "mP": perplexities.mean() if args.codebook_size else None,
+        "accuracies": accuracies, "uncertainties": e, "codewords": state["allowed"].sum(1),
     }  # fmt: skip
 
 
-def extend(args, trainer: train.Trainer, model: UEFL, state: dict, clients: Clients, k: int) -> None:
-    """Lines 9-10: client k, and nobody else, gets v more codewords (in each member of an ensemble)."""
-    for m, w in enumerate(state["w"]):
-        member = copy.deepcopy(model)
-        train.set_weights(member, w)
-        tokens = trainer.predict(member, w, clients.train[k], member.encode) if args.init == "kmeans" else None
-        member.codebook.extend(args.codebook_size, tokens, random_at(args.seed, "codewords", state["round"], k, m))
-        state["w"][m] = train.get_weights(member)
-    model.codebook = member.codebook  # every w has this size from now on
-    new = torch.zeros(len(state["allowed"]), args.codebook_size, dtype=torch.bool, device=trainer.device)
-    new[k] = True
-    state["allowed"] = torch.cat([state["allowed"], new], dim=1)
+def federate(args, trainer: train.Trainer, model: nn.Module, clients: splits.Clients, log: run.Run) -> dict:
+    """Algorithm 1 from line 3 on. Returns the server's state."""
+    v, ids, iterations = args.codebook_size, clients.ids, args.iterations if args.codebook_size else 1
+    state = log.restore({
+        "w": train.get_weights(model), "iteration": 0, "uncertainty": torch.zeros(len(ids)),  # line 3
+        "allowed": torch.ones(len(ids), v, dtype=torch.bool, device=trainer.device),
+    })  # fmt: skip
+    for codebook in (member.codebook for member in model.members):  # the size it had when the run stopped
+        codebook.extend(codebook.codewords.new_zeros(state["allowed"].shape[1] - v, codebook.codewords.shape[1]))
+    rounds = [args.rounds + i * args.later_rounds for i in range(iterations)]  # line 23: the last of each iteration
 
-
-def federate(args, trainer: train.Trainer, model: UEFL, w: list[Tensor], clients: Clients, log: run.Run) -> dict:
-    """Algorithm 1 from line 3 on. Returns what the server remembers at the end, with the weights in state["w"]."""
-    everyone, device, iterations = clients.participating, trainer.device, args.iterations if args.codebook_size else 1
-    state = log.state or {
-        "round": 0, "iteration": 0, "w": w, "uncertainties": torch.zeros(len(everyone)),
-        "allowed": torch.ones(len(clients.train), args.codebook_size, dtype=torch.bool, device=device),
-    }  # line 3  # fmt: skip
-    if log.state:  # a resumed run's codebook has grown; its codewords are in state["w"]
-        model.codebook.extend(state["allowed"].shape[1] - args.codebook_size, None, random_at(args.seed, "any"))
     for iteration in range(state["iteration"], iterations):  # line 4
-        if iteration > state["iteration"]:
-            is_uncertain = uncertain(state["uncertainties"], args.gamma, args.reference).cpu()
-            for k in everyone[is_uncertain].tolist():  # line 8
-                extend(args, trainer, model, state, clients, k)
-        state["iteration"] = iteration
-        until, most = (args.rounds + i * args.later_rounds for i in (iteration, iterations - 1))  # line 23
-        for t in log.rounds(state, until, most):  # line 5
-            selected = splits.draw(everyone, args.sample, random_at(args.seed, "select", t))
-            for m, of_member in enumerate(state["w"]):
-                back, updates, losses = trainer.local_updates(
-                    model, of_member, selected, clients.train, t, uefl_loss,
-                    per_client=lambda model, k: model.codebook.use(state["allowed"][k]),
-                    progress=lambda share: log.tick(share / len(state["w"])),
-                )  # lines 6-19  # fmt: skip
-                sizes = clients.sizes[back].to(device)
-                state["w"][m] = average(model, of_member, updates, sizes, state["allowed"][back])  # line 20
-            state["round"] = t
-            found = assess(args, trainer, model, state, clients)
-            state["uncertainties"] = torch.tensor(found["uncertainties"])  # line 22
-            log.log(t, losses @ sizes / sizes.sum(), back, **found)
-        if not uncertain(state["uncertainties"], args.gamma, args.reference).any():  # line 24
+        for t in log.rounds(state, rounds[iteration], rounds[-1]):  # line 5
+            selected = splits.draw(ids, args.sample, random_at(args.seed, "select", t))
+            selected, updates, losses = trainer.local_updates(
+                client_update, model, state["w"], selected, clients.train, t, each={"allowed": state["allowed"]}
+            )  # lines 7, 19
+            sizes, row = clients.sizes[selected].to(updates), {}
+            state["w"] = average(model, state["w"], updates, sizes, state["allowed"][selected])  # line 20
+            if log.due:
+                state["uncertainty"], row = evaluate(args, trainer, model, state, clients)  # line 22
+            log.log(losses @ sizes / sizes.sum(), selected, iteration=iteration + 1, **row)
+
+        new = ids[uncertain(state["uncertainty"].cpu(), args.gamma)]  # line 8
+        if iteration + 1 == iterations or not len(new):  # line 24
             break
-    log.finish(state, model, state["w"][-1])
+        rng = {k: random_at(args.seed, "codewords", state["round"], k) for k in new.tolist()}
+        codewords = trainer.map_clients(
+            client_codewords, model, state["w"], new, clients.train, each={"rng": rng}, size=v, kind=args.init
+        )
+        extend(model, state, new, codewords)
+        state["iteration"] = iteration + 1
+    log.finish(state, model, state["w"])
     return state
 
 
-# Section 4 of the paper, first two lines; the third is the authors' code's. glyphs: ours, with silos as in table 13.
-# Not bfloat16, with which UEFL on glyphs ended a point lower (results/uefl).
+# Section 4 of the paper: first two lines; the authors' code: third line. glyphs: our choice, with silos as in table 13.
+# Not bfloat16: with it, UEFL on glyphs ended a point lower (results/uefl).
 PAPER = {
     "partition": "silos", "rotate": [0, -50, 120], "silos": [3, 3, 3], "codebook_size": 64, "gamma": 0.1,
     "rounds": 40, "later_rounds": 20, "model": "resblocks",
@@ -309,8 +345,7 @@ SETTINGS = {
     "glyphs": {**PAPER, "silos": [3, 1, 1], "silo_size": 500, "width": 0.0625, "segments": 8, "commitment": 0.1,
                "lr": 2e-3, "batch_size": 32, "local_epochs": 6, "rounds": 3, "later_rounds": 2, "iterations": 3},
     "mnist": {**PAPER, "codebook_size": 32, "gamma": 0.3},
-    "fmnist": PAPER,
-    "emnist": PAPER,
+    **dict.fromkeys(["fmnist", "emnist"], PAPER),
     "gtsrb": {**PAPER, "model": "vgg16"},
     "cifar10": {**PAPER, "model": "vgg16", "gamma": 0.2},
     "cifar100": {**PAPER, "model": "vgg16", "silo_size": 4000, "segments": 4},
@@ -319,78 +354,65 @@ SETTINGS = {
 
 
 def own_flags(add) -> None:
-    whole = flags.at_least(1)
-    add("--codebook-size", type=flags.at_least(0), default=64, help="v, codewords to begin with and to add; 0: FedAvg")
-    add("--segments", type=whole, default=1, help="s, parts of a token that each get a codeword")
-    add("--gamma", type=flags.at_least(0, float), default=0.1, help="gamma of equation 7; larger extends less")
-    add("--reference", choices=["min", "mean"], default="min", help="equation 7: of the uncertainties, least or mean")
-    add("--iterations", type=whole, default=5, help="at most; with 1 nobody is extended (static codebook, table 16)")
-    add("--later-rounds", type=whole, default=5, help="rounds of each iteration after the first")
-    add("--init", choices=["kmeans", "gaussian"], default="kmeans", help="how new codewords are initialised")
-    add("--commitment", type=flags.at_least(0, float), default=0.25, help="weight of ||sg(c) - z||^2")
-    add("--beta", type=flags.at_least(0, float), default=1.0, help="weight of ||c - sg(z)||^2")
-    add("--no-token-norm", action="store_true", help="no layer norm before the codebook")
-    add("--dropout", type=flags.at_least(0, float, 0.99), default=0.1, help="probability of both dropout layers")
-    add("--passes", type=whole, default=20, help="passes with dropout on")
-    add("--ensemble", type=whole, default=1, help="above 1: deep ensemble of so many models instead of dropout")
-    add("--unseen-codewords", choices=["all", "shared"], default="all", help="those of a domain that never trained")
-    add("--compare", action=argparse.BooleanOptionalAction, default=True, help="train FedAvg for as many rounds, too")
+    def plain(args):
+        return args.codebook_size == 0 and "there is no codebook"
 
+    def many(args):
+        return args.ensemble > 1 and "the members of an --ensemble take the place of dropout"
 
-def without_effect(args) -> dict:
-    plain, once = args.codebook_size == 0, args.iterations == 1
-    of_codebook = plain and "there is no codebook"
-    return {
-        **dict.fromkeys(["segments", "init", "commitment", "beta", "no-token-norm", "unseen-codewords"], of_codebook),
-        "later-rounds": (plain or once) and "there is one iteration",
-        "passes": args.ensemble > 1 and "--ensemble takes a pass a member",
-    }
+    whole, number = flags.at_least(1), flags.at_least(0, float)
+    add("--codebook-size", type=flags.at_least(0), default=64, help="v, codewords at the start and to add; 0 is FedAvg")
+    add("--segments", plain, type=whole, default=1, help="s, parts of a token that each get a codeword")
+    add("--gamma", type=number, default=0.1, help="gamma of equation 7; a larger one extends less")
+    add("--iterations", plain, type=whole, default=5, help="at most; 1 is the static codebook of table 16")
+    add("--later-rounds", plain, type=whole, default=5, help="rounds of each iteration after the first")
+    add("--init", plain, choices=["kmeans", "gaussian"], default="kmeans", help="initial value of new codewords")
+    add("--commitment", plain, type=number, default=0.25, help="weight of ||sg(c) - z||^2")
+    add("--beta", plain, type=number, default=1.0, help="weight of ||c - sg(z)||^2")
+    add("--token-norm", action=argparse.BooleanOptionalAction, default=True, help="layer norm after the encoder")
+    add("--dropout", many, type=flags.at_least(0, float, 0.99), default=0.1, help="probability of both dropout layers")
+    add("--passes", many, type=whole, default=20, help="passes with dropout")
+    add("--ensemble", type=whole, default=1, help="models of a deep ensemble (table 9)")
+    add("--compare", plain, action=argparse.BooleanOptionalAction, default=True, help="also train FedAvg")
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = flags.parse(__doc__, SETTINGS, own_flags, argv, without_effect)
-    data, clients, base, trainer = flags.prepare(args, dropout=args.dropout)
+    args = flags.parse(__doc__, SETTINGS, own_flags, argv)
+    args.dropout, args.passes = (args.dropout, args.passes) if args.ensemble == 1 else (0.0, 1)
+    data, clients, base, trainer = flags.prepare(args, dropout=args.dropout)  # line 1
     if args.ensemble == 1 and not any(isinstance(layer, nn.Dropout) for layer in base.classifier):
-        raise UserError(
-            f"--model {args.model} has no dropout, without which all passes agree: choose another, or --ensemble 5"
-        )
-    more = [flags.initial_model(args, data, trainer.device, m, dropout=args.dropout) for m in range(1, args.ensemble)]
-    model, w = build(args, trainer, [base, *more], clients.train[0])  # line 2
-    log = run.Run(args, COLUMNS, trainer, name="UEFL" if args.codebook_size else "FedAvg")
-    plots.partition(log.folder / "partition.png", data, clients)
-    state = federate(args, trainer, model, w, clients, log)
-    runs = {"UEFL" if args.codebook_size else "FedAvg": log}
-    if args.codebook_size and args.compare:
-        plain = argparse.Namespace(**{**vars(args), "codebook_size": 0, "rounds": state["round"]})
-        runs["FedAvg"] = run.Run(plain, COLUMNS, trainer, log.folder / "fedavg", "FedAvg")
-        federate(plain, trainer, *build(plain, trainer, [base, *more], clients.train[0]), clients, runs["FedAvg"])
+        raise UserError(f"--model {args.model} has no dropout, so all passes agree: choose another, or --ensemble 5")
+    bases = [flags.initial_model(args, data, trainer.device, m, dropout=args.dropout) for m in range(args.ensemble)]
+    dim = base.features.eval()(trainer.batch(clients.train[0][:1].to(trainer.device))[0]).shape[1]
+    if args.codebook_size and dim % args.segments:
+        raise UserError(f"--segments {args.segments} does not divide the {dim} channels of the model's tokens")
 
-    domain_of = [clients.domains[k] for k in clients.participating]
-    plots.learning_curves(log.folder / "curves.png", {name: r.rows for name, r in runs.items()})
-    limit = partial(threshold, gamma=args.gamma, reference=args.reference)
-    plots.uncertainties(log.folder / "uncertainty.png", log.rows, domain_of, limit)
-    if args.codebook_size:
-        codewords = model.codebook.codewords.detach()
-        tests = [clients.test[k] for k in clients.participating]
-        tokens = [trainer.predict(model, state["w"][-1], test, model.encode) for test in tests]
-        tokens = [z.reshape(-1, codewords.shape[1]) for z in tokens]
-        allowed = state["allowed"][clients.participating]
-        plots.codebook(log.folder / "codebook.png", tokens, domain_of, codewords, allowed)
+    runs, folder = {}, None
+    for v in [args.codebook_size, 0] if args.codebook_size and args.compare else [args.codebook_size]:
+        args.codebook_size, args.segments = v, args.segments if v else 1
+        with train.seeded(torch.device("cpu"), args.seed, "codebook"):  # line 2
+            books = [ExtensibleCodebook(v, dim, args.segments, args.commitment, args.beta) for _ in bases]
+        members = [UEFL(copy.deepcopy(base.features), book, copy.deepcopy(base.classifier), args.token_norm)
+                   for base, book in zip(bases, books, strict=True)]  # fmt: skip
+        model = (members[0] if len(members) == 1 else Ensemble(members)).to(trainer.device)
+        name = "UEFL" if v else "FedAvg"
+        runs[name] = log = run.Run(args, trainer, COLUMNS, folder / "fedavg" if folder else None, name)
+        folder = folder or log.folder
+        plots.partition(folder / "partition.png", data, clients)
+        state = federate(args, trainer, model, clients, log)
+        args.rounds = state["round"]  # FedAvg, for comparison, trains for as many rounds
 
-    domains = [domain for domain in dict.fromkeys(domain_of) if domain]
-    rows = []
-    for name, r in runs.items():
-        last = r.rows[-1]
-        measures = [float(last[column]) if last[column] else None for column in ("mA", "mE", "mP")]
-        accuracy = list(zip(domain_of, map(float, last["accuracies"].split()), strict=True))
-        rows.append([name, *measures, *(np.mean([a for n, a in accuracy if n == d]) for d in domains)])
-    title = f"{data.name}: {len(domain_of)} clients, {state['round']} rounds"
-    title += "; accuracy by domain on the right" if domains else ""
-    run.table(title, ["", "mA", "mE", "mP", *domains], rows)
+    domains, rows = clients.domains[: clients.participating], []
+    plots.uefl_curves(folder / "curves.png", {name: log.rows for name, log in runs.items()})
+    plots.uncertainties(folder / "uncertainty.png", next(iter(runs.values())).rows, domains, args.gamma)
+    kinds = [domain for domain in dict.fromkeys(domains) if domain]
+    for name, last in ((name, log.rows[-1]) for name, log in runs.items()):
+        of = {kind: [a for a, d in zip(last["accuracies"], domains, strict=True) if d == kind] for kind in kinds}
+        rows.append([name, last["mA"], last["mE"], last["mP"], *(sum(a) / len(a) for a in of.values())])
+    title = f"{data.name}: {len(domains)} clients, {state['round']} rounds; on the right, accuracy by domain"
+    run.table(title, ["", "mA", "mE", "mP", *kinds], rows)
     print("mA: mean accuracy, mE: mean entropy in nats, mP: mean codebook perplexity, over clients")
-    if args.codebook_size and state["iteration"] + 1 < args.iterations:
-        print(f"stopped after iteration {state['iteration'] + 1}: no client is uncertain any more (line 24)")
-    print(f"metrics, models and pictures are in {log.folder}")
+    print(f"metrics, models and pictures are in {folder}")
 
 
 if __name__ == "__main__":

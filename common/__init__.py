@@ -1,4 +1,4 @@
-"""What the six methods share; the first lines of each module say what it is for."""
+"""What the six methods share. The first lines of each module say what it is for."""
 
 import zlib
 
@@ -6,19 +6,19 @@ import numpy as np
 
 
 class UserError(Exception):
-    """A mistake of the user's, told in one line that says what is wrong and what to do about it."""
+    """A user's mistake. The message is one line: what is wrong, and what to do about it."""
 
 
 def first_line(error: BaseException) -> str:
-    """Kind and message of another library's error, without the pages that may follow."""
+    """The kind of another library's error and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(": ")
 
 
 def random_at(seed: int, purpose: str, *where: int) -> np.random.Generator:
-    """The generator that lives at the address (seed, purpose, *where), `where` being a round, a client and the like.
+    """The random generator at the address (seed, purpose, *where). `where` is a round, a client and so on.
 
-    Every random draw of the project comes from such a generator and none from global state, so that what a client
-    draws depends neither on who trained before it nor on whether the run was resumed.
+    Every random draw of the project comes from such a generator, never from global state. So a client's draws do not
+    depend on which clients trained before it, and a resumed run draws the same numbers.
     """
-    # the length, because numpy takes [1, 2] and [1, 2, 0] for the same seed
+    # numpy treats [1, 2] and [1, 2, 0] as the same seed, so the length is part of the address
     return np.random.default_rng([seed, zlib.crc32(purpose.encode()), len(where), *where])

@@ -1,15 +1,17 @@
-"""What there is to learn from: a name or a folder -> tensors in memory.
+"""The data sets: a name or a folder -> tensors in memory.
 
-    data = load("glyphs")      # drawn on the spot
+    data = load("glyphs")      # drawn by the program, no download
     data.x[data.train]         # uint8 [12000, 1, 28, 28]
 
-All samples sit in one pool, and whatever else there is (a client, a test set, a domain) is a tensor of indices
-into it: ten thousand clients cost ten thousand small tensors and not one copy of an image.
+All samples are in one pool. A client, a test set or a domain is a tensor of positions in this pool. So ten thousand
+clients need ten thousand small tensors and no copy of an image.
 """
 
 import hashlib
 import json
 import os
+import sys
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -37,9 +39,9 @@ class Dataset:
 
     x        images: uint8 [N, channels, height, width]; text: uint8 [N, 80], indices into `classes`
     y        labels, int64 [N], indices into `classes`
-    train    positions in the pool of the standard training samples, int64 [N_train]
-    test     likewise of the standard test samples; empty where the data set comes without a test set
-    domain   int64 [N], indices into `domains`; None where the data set knows no domains
+    train    positions of the standard training samples, int64 [N_train]
+    test     positions of the standard test samples; empty if the data set has no test set
+    domain   int64 [N], indices into `domains`; None if the data set has no domains
     """
 
     name: str
@@ -51,19 +53,25 @@ class Dataset:
     domain: Tensor | None = None
     domains: list[str] = field(default_factory=list)
 
+    def fingerprint(self) -> int:
+        """A number that changes if a sample, a label or a domain changes."""
+        crc = 0
+        for part in (self.x, self.y, self.train, self.domain):
+            crc = crc if part is None else zlib.crc32(part.contiguous().numpy(), crc)
+        return crc
+
 
 def load(
     name: str, root: str | Path = "data", image_size: int = 96, rotate: Sequence[float] = (), seed: int = 0
 ) -> Dataset:
-    """The data set called `name`, or the one in the folder or text file of that path.
+    """The data set with this name, or the one in the folder or text file at this path.
 
-    root        where data sets are looked for, downloaded to and cached
+    root        folder of the data sets; downloads and caches go there, too
     image_size  height and width to which a folder's images are scaled
-    rotate      angles in degrees, counter-clockwise: the images are dealt at random into as many disjoint parts of
-                equal size, each rotated by its angle, and the angle becomes the domain
-    seed        of that deal
+    rotate      angles for rotated()
+    seed        of rotated()
 
-    Raises UserError where there is no such data set, or where it can be neither read nor downloaded.
+    Raises UserError if there is no such data set, or if it can be neither read nor downloaded.
     """
     path, root = Path(name), Path(root)
     if name == "glyphs":
@@ -78,32 +86,32 @@ def load(
         data = image_folder(path, root / "cache", image_size)
     elif path.is_file():
         data = plays(path)
+    elif "/" in name:
+        raise UserError(f"--dataset {name}: there is no such folder")
     else:
-        if "/" in name:
-            raise UserError(f"--dataset {name}: there is no such folder")
         raise UserError(f"no data set {name!r}: choose from {', '.join(NAMES)}, or give the path of a folder of images")
     return rotated(data, rotate, seed) if rotate else data
 
 
-# --------------------------------------------------------------------------------------------------- rotation
-
-
 def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
-    """Deals the images into len(angles) disjoint parts, training and test images alike, and rotates each part.
+    """Divides the images at random into len(angles) equal parts, and rotates each part by its angle.
 
-    Angles are in degrees, counter-clockwise; bilinear, corners filled with zeros (Guo et al., section F.1: Rotated
-    MNIST; Zhang et al., section 4). The angle takes the place of the data set's own domain. Raises UserError for text.
+    Angles are in degrees, counter-clockwise; bilinear, with corners of zeros (Guo et al., section F.1: RotatedMNIST;
+    Zhang et al., section 4). Training and test images are divided separately. The angle becomes the domain. Raises
+    UserError for text and for fewer images than angles.
     """
     if data.x.dim() != 4:
         raise UserError(f"--rotate is for images; {data.name} is text")
     if len(set(angles)) < len(angles):
         raise UserError(f"--rotate names an angle twice: {' '.join(f'{a:g}' for a in angles)}")
+    if len(data.train) < len(angles):
+        raise UserError(f"--rotate: {len(angles)} angles for {len(data.train)} images; give fewer")
     g = torch.Generator().manual_seed(seed)
-    x, domain = data.x.clone(), torch.empty_like(data.y)
+    x, domain = data.x.clone(), torch.zeros_like(data.y)
     for part in (data.train, data.test):
-        for d, dealt in enumerate(part[torch.randperm(len(part), generator=g)].tensor_split(len(angles))):
-            domain[dealt] = d
-            for batch in dealt.split(2000):
+        for d, of_angle in enumerate(part[torch.randperm(len(part), generator=g)].tensor_split(len(angles))):
+            domain[of_angle] = d
+            for batch in (batch for batch in of_angle.split(2000) if len(batch)):
                 x[batch] = rotate_images(x[batch], angles[d], InterpolationMode.BILINEAR)
     return replace(data, x=x, domain=domain, domains=[f"{a:g}" for a in angles])
 
@@ -112,7 +120,7 @@ def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
 
 
 def _from_torchvision(name: str, root: Path) -> Dataset:
-    """A data set that torchvision knows, downloaded into `root` where it is not there yet."""
+    """A data set of torchvision, downloaded into `root` if it is not there yet."""
     make = {
         "mnist": torchvision.datasets.MNIST,
         "fmnist": torchvision.datasets.FashionMNIST,
@@ -129,7 +137,7 @@ def _from_torchvision(name: str, root: Path) -> Dataset:
         for x, y in ((x_train, y_train), (x_test, y_test)):
             if len(x) != len(y) or int(y.min()) < 0 or int(y.max()) >= len(classes):
                 raise ValueError(f"{len(x)} images with {len(y)} labels in {int(y.min())}..{int(y.max())}")
-    except Exception as e:  # torchvision raises anything from URLError to AssertionError over a bad or absent file
+    except Exception as e:  # torchvision raises anything from URLError to AssertionError for a bad or missing file
         raise UserError(
             f"{name} is not in {root}/ and could not be downloaded or read ({first_line(e)}): without a "
             f"network, copy the files of torchvision's {name} there, or name their folder with --data-dir"
@@ -155,50 +163,53 @@ def _arrays(dataset) -> tuple[Tensor, Tensor]:
 
 
 def image_folder(folder: Path, cache: Path, image_size: int) -> Dataset:
-    """Images of a folder `train/<class>` and `test/<class>`, or `<domain>/<class>` (then without a test set).
+    """The images of a folder with `train/<class>` and `test/<class>`, or with `<domain>/<class>` and no test set.
 
-    They are decoded once, scaled to image_size x image_size, and kept as one file in the folder `cache` until a
-    file's name, size or date in the folder changes. Raises UserError where the folder is empty, mixes the two
-    layouts, has a class on one side only, or holds an image that cannot be read.
+    Decodes them once and scales them to image_size x image_size. The result stays in one file in the folder `cache`
+    until a file's name, size or date in the folder changes. Raises UserError if the folder has no images, mixes the
+    two layouts, has a class in only one of train and test, or holds an image that cannot be read.
     """
-    parts = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-    files = {
-        part: {c.name: sorted(f for f in c.iterdir() if f.suffix.lower() in IMAGES)
-               for c in sorted((folder / part).iterdir()) if c.is_dir()}
-        for part in parts
-    }  # fmt: skip
-    found = {part: {name: images for name, images in of_class.items() if images} for part, of_class in files.items()}
-    found = {part: of_class for part, of_class in found.items() if of_class}
+    found: dict[str, dict[str, list[Path]]] = {}
+    for file in sorted(folder.glob("*/*/*")):
+        part, name = file.parts[-3:-1]
+        if file.suffix.lower() in IMAGES and not part.startswith(".") and not name.startswith("."):
+            found.setdefault(part, {}).setdefault(name, []).append(file)
     if not found:
         raise UserError(f"{folder} holds no images as train/<class>/*, test/<class>/* or <domain>/<class>/*")
     has_test = "test" in found or "train" in found
     if has_test and set(found) != {"train", "test"}:
-        raise UserError(f"{folder} must hold either train/ and test/ or one folder a domain, not {', '.join(found)}")
-    classes = sorted(set().union(*found.values()))
+        raise UserError(f"{folder} must hold either train/ and test/ or one folder per domain, not {', '.join(found)}")
     if has_test and (odd := set(found["train"]) ^ set(found["test"])):
-        raise UserError(f"{folder}: {', '.join(sorted(odd))} has images on one side of train/ and test/ only")
+        raise UserError(f"{folder}: {', '.join(sorted(odd))} has images in only one of train/ and test/")
 
-    order = ["train", "test"] if has_test else list(found)
-    samples = [(f, classes.index(c), p) for p, part in enumerate(order) for c in found[part] for f in found[part][c]]
-    stats = [(str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns) for f, _, _ in samples]
-    key = hashlib.sha256(repr((image_size, stats)).encode()).hexdigest()[:16]
-    cached = cache / f"{folder.resolve().name}-{image_size}-{key}.pt"
+    classes, parts = sorted(set().union(*found.values())), ["train", "test"] if has_test else list(found)
+    samples = [(f, classes.index(c), p) for p, part in enumerate(parts) for c in found[part] for f in found[part][c]]
+    files = [file for file, _, _ in samples]
+    stats = [(str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    place, stem = str(folder.resolve()), f"{folder.resolve().name}-{image_size}"
+    place, key = (hashlib.sha256(repr(what).encode()).hexdigest()[:8] for what in (place, stats))
+    cached = cache / f"{stem}-{place}-{key}.pt"
     try:
         x = torch.load(cached, weights_only=True, mmap=True)
-    except Exception:  # it is not there, or damaged: anything from FileNotFoundError to UnpicklingError
-        x = _decode([f for f, _, _ in samples], image_size)
-        cache.mkdir(parents=True, exist_ok=True)
-        for stale in cache.glob(f"{folder.resolve().name}-{image_size}-*.pt"):
-            stale.unlink(missing_ok=True)
-        part = cached.with_suffix(f".{os.getpid()}")  # so that no other run, nor this one when stopped, leaves a half
-        torch.save(x, part)
-        part.replace(cached)
+        assert x.shape == (len(files), 3, image_size, image_size) and x.dtype == torch.uint8
+    except Exception:  # it is missing or damaged: anything from FileNotFoundError to UnpicklingError
+        x = _decode(files, image_size)
+        part = cached.with_suffix(f".{os.getpid()}")  # so that a run that is stopped leaves no half of the cache
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            for stale in cache.glob(f"{stem}-{place}-*"):
+                stale.unlink(missing_ok=True)
+            torch.save(x, part)
+            part.replace(cached)
+        except (OSError, RuntimeError) as e:  # torch's error for a full disk is a RuntimeError
+            part.unlink(missing_ok=True)
+            print(f"no cache of the images: {cache} cannot be written ({first_line(e)})", file=sys.stderr)
 
-    y = torch.tensor([c for _, c, _ in samples])
-    part, pool = torch.tensor([p for _, _, p in samples]), torch.arange(len(samples))
+    y, part = torch.tensor([c for _, c, _ in samples]), torch.tensor([p for *_, p in samples])
+    pool = torch.arange(len(samples))
     if has_test:
         return Dataset(folder.name, x, y, pool[part == 0], pool[part == 1], classes)
-    return Dataset(folder.name, x, y, pool, pool[:0], classes, part, order)
+    return Dataset(folder.name, x, y, pool, pool[:0], classes, part, parts)
 
 
 def _decode(files: list[Path], image_size: int) -> Tensor:
@@ -209,26 +220,26 @@ def _decode(files: list[Path], image_size: int) -> Tensor:
             with Image.open(file) as image:
                 return np.array(image.convert("RGB").resize((image_size, image_size), Image.BILINEAR))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
-            raise UserError(f"{file} cannot be read as an image ({first_line(e)}): mend or remove it") from e
+            raise UserError(f"{file} cannot be read as an image ({first_line(e)}): repair or remove it") from e
 
     x = torch.empty(len(files), image_size, image_size, 3, dtype=torch.uint8)
-    with ThreadPoolExecutor() as pool:  # threads: Pillow lets go of the interpreter while it decodes
-        found = tqdm(pool.map(decode, files), "decoding", len(files), unit=" images", leave=False, delay=1)
-        for i, image in enumerate(found):
+    with ThreadPoolExecutor() as pool:  # threads help, because Pillow releases the interpreter while it decodes
+        images = tqdm(pool.map(decode, files), "decoding", len(files), unit=" images", leave=False, delay=1)
+        for i, image in enumerate(images):
             x[i] = torch.from_numpy(image)
     return x.permute(0, 3, 1, 2).contiguous()
 
 
 # -------------------------------------------------------------------------------------------------------- text
 
-WINDOW = 80  # characters seen before the one to predict, as in LEAF
+WINDOW = 80  # characters before the one to predict, as in LEAF
 STRIDE = 10  # characters from one window of a play to the next
 PLAYS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 PLAYS_MD5 = "6fb458f1232090904fb40fe944165e91"
 
 
 def _shakespeare_file(root: Path) -> Path:
-    """`shakespeare/input.txt` in root, downloaded if need be."""
+    """`shakespeare/input.txt` in root, downloaded if it is not there yet."""
     file = root / "shakespeare" / "input.txt"
     if not file.exists():
         try:
@@ -236,23 +247,23 @@ def _shakespeare_file(root: Path) -> Path:
         except Exception as e:
             raise UserError(
                 f"{file} does not exist and could not be downloaded ({first_line(e)}): without a network, put a text "
-                "of plays there, or name the folder that has it with --data-dir"
+                "of plays there, or name its folder with --data-dir"
             ) from e
     return file
 
 
 def plays(file: Path) -> Dataset:
-    """Windows of 80 characters and the character that follows; the speaker is the domain.
+    """Windows of 80 characters, and the character that follows each. The speaker is the domain.
 
     `file` is a text in which each speech begins with a line `Speaker:` and ends with an empty line, or LEAF's JSON
     (Caldas et al. 2018: `users`, and `user_data` with lists x and y). The last tenth of each speaker's windows is the
-    test set, and the training windows that overlap it are left out, as are speakers with too little text for both.
-    Raises UserError where the file is neither.
+    test set. Training windows that overlap it are left out, and so are speakers with too little text for both. Raises
+    UserError if the file is neither.
     """
     try:
         text = file.read_text(encoding="utf-8")
         windows, stride = (_leaf_windows(text), 1) if file.suffix == ".json" else (_speech_windows(text), STRIDE)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
         raise UserError(f"{file} cannot be read as plays or as LEAF's JSON ({first_line(e)})") from e
     gap = WINDOW // stride
     windows = {speaker: w for speaker, w in sorted(windows.items()) if len(w) * 9 // 10 > gap}
@@ -278,7 +289,7 @@ def plays(file: Path) -> Dataset:
 
 
 def _speech_windows(text: str) -> dict[str, list[str]]:
-    """Speaker -> windows of 80 + 1 characters, one every STRIDE, from all their speeches in a row."""
+    """Speaker -> windows of 80 + 1 characters, one every STRIDE, from all of the speaker's speeches joined."""
     said: dict[str, list[str]] = {}
     for speech in text.split("\n\n"):
         speaker, _, words = speech.strip().partition("\n")
@@ -289,10 +300,12 @@ def _speech_windows(text: str) -> dict[str, list[str]]:
 
 
 def _leaf_windows(text: str) -> dict[str, list[str]]:
-    """Speaker -> windows of 80 + 1 characters, as they stand in LEAF's file."""
+    """Speaker -> windows of 80 + 1 characters, as LEAF's file has them."""
     leaf = json.loads(text)
     samples = {u: leaf["user_data"][u] for u in leaf["users"]}
     windows = {u: [x + y for x, y in zip(s["x"], s["y"], strict=True)] for u, s in samples.items()}
-    if any(len(w) != WINDOW + 1 for of_speaker in windows.values() for w in of_speaker):
+    everything = [w for of_speaker in windows.values() for w in of_speaker]
+    if not all(isinstance(w, str) and len(w) == WINDOW + 1 for w in everything):
         raise ValueError(f"a sample is not {WINDOW} characters and the next one")
+    "".join(everything).encode("utf-32")  # raises for a lone surrogate
     return windows

@@ -1,4 +1,4 @@
-"""What the user types: the flags that all methods share, and what they ask for."""
+"""What the user types: the flags that all methods share, and the data, clients, model and trainer they ask for."""
 
 import argparse
 import json
@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-from common import UserError, data, models, random_at, ranks, splits, train
+from common import UserError, data, first_line, models, random_at, ranks, splits, train
 from common.splits import Clients
 from common.train import Trainer
 
-TINY = 1e-12  # stands for the least number above 0
-FREE_TO_CHANGE = ("resume", "out", "device", "data_dir", "cuda_graphs")  # flags that a resumed run may give anew
+FREE = ("resume", "out", "device", "data_dir")  # flags that a resumed run may change
+TINY = 1e-12  # the smallest number that counts as above 0
 
 
 def at_least(low: float, kind: type = int, most: float = float("inf")) -> Callable[[str], float]:
-    """An argparse type: a number of this kind in low..most."""
+    """An argparse type: a number of this kind between low and most."""
 
     def number(text: str):
         try:
@@ -33,148 +33,156 @@ def at_least(low: float, kind: type = int, most: float = float("inf")) -> Callab
     return number
 
 
-def folder_name(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("is empty: name a folder")
-    return text
-
-
 positive = at_least(TINY, float)
 
 
+def not_empty(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty: give a name, or leave the flag out")
+    return text
+
+
 class Parser(argparse.ArgumentParser):
-    """Tells a wrong flag as a UserError."""
+    """Reports a wrong flag as a UserError."""
 
     def error(self, message: str):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    def _get_help_string(self, action):  # "(default: None)" says nothing: those flags tell their default themselves
+    def _get_help_string(self, action):  # these help texts tell what happens without the flag
         return action.help if action.default is None else super()._get_help_string(action)
 
 
+def _shared_flags(group: Callable) -> None:
+    add = group("data")
+    add("--dataset", type=not_empty, default="glyphs", help=f"{', '.join(data.NAMES)}, or the path of a folder of"
+        " images, of a text file of plays, or of LEAF's JSON")  # fmt: skip
+    add("--data-dir", type=not_empty, default="data", help="folder of the data sets; downloads go there, too")
+    add("--image-size", type=at_least(8), default=96, help="pixels: a folder's images are scaled to this size",
+        idle_if=lambda a: a.dataset in data.NAMES and f"{a.dataset} has its own size")  # fmt: skip
+    add("--rotate", type=at_least(-360, float, 360), nargs="+", metavar="DEGREES",
+        help="divide the images into domains, one for each angle")  # fmt: skip
+    add("--test-domain", metavar="NAME", help="leave this domain out of training; it becomes the OOD test set")
+
+    add = group("clients")
+
+    def only_for(kind: str) -> Callable:
+        return lambda a: a.partition != kind and f"it needs --partition {kind}, and this is {a.partition}"
+
+    kinds = ["dirichlet", "iid", "domain", "speaker", "silos"]
+    add("--partition", choices=kinds, help="which client holds which samples: label skew, equal shares, one domain per"
+        " client, one speaker per client, or --silos (default: domain with --rotate or --test-domain, speaker for text,"
+        " the paper's silos in uefl.py, else dirichlet)")  # fmt: skip
+    add("--dirichlet", type=positive, default=0.1, metavar="ALPHA", idle_if=only_for("dirichlet"),
+        help="concentration of the label skew; a smaller one gives more skew")  # fmt: skip
+    add("--clients", type=at_least(1), help="N, all clients (default: 100, or one per domain)",
+        idle_if=lambda a: a.partition == "silos" and "--silos says how many there are")  # fmt: skip
+    add("--participating", type=at_least(1), help="M, clients that may be selected (default: 4 in 10, or all domains)",
+        idle_if=lambda a: a.partition == "silos" and "all silos participate")  # fmt: skip
+    add("--sample", type=at_least(1), help="K, clients selected per round (default: 1 in 4, or one per domain)")
+    add("--silos", type=at_least(0), nargs="+", metavar="N", idle_if=only_for("silos"), help="silos of each domain")
+    add("--silo-size", type=at_least(1), default=2000, idle_if=only_for("silos"), help="training samples of each silo")
+    add("--label-noise", type=at_least(0, float, 1), nargs=2, metavar=("CLIENTS", "FLIPS"),
+        help="share of noisy clients, and share of wrong training labels in each of them")  # fmt: skip
+
+    add = group("model and training")
+    add("--model", default="cnn", help=", ".join(models.NAMES))
+    add("--width", type=positive, default=1.0, help="multiplies the channels of this project's own models",
+        idle_if=lambda a: a.model not in models.OWN and f"{a.model} has a fixed width")  # fmt: skip
+    add("--pretrained", type=not_empty, nargs="?", const="imagenet", metavar="FILE",
+        help="start from ImageNet weights, downloaded or from FILE (resnet18, resnet50, vgg16)")  # fmt: skip
+    add("--rounds", type=at_least(1), default=30, help="T, communication rounds")
+    add("--local-epochs", type=at_least(1), default=5, help="E, a client's passes over its data per round")
+    add("--batch-size", type=at_least(1), default=32, help="B, samples in a step of local training")
+    add("--lr", type=positive, default=0.05, help="step size of local training")
+    add("--optimizer", choices=["sgd", "adam"], default="sgd", help="optimizer of local training")
+    add("--momentum", type=at_least(0, float, 0.999), default=0.0, help="momentum of sgd",
+        idle_if=lambda a: a.optimizer == "adam" and "it belongs to --optimizer sgd")  # fmt: skip
+
+    add = group("run")
+    add("--evaluate-every", type=at_least(1), default=1, metavar="N", help="rounds from one evaluation to the next")
+    add("--seed", type=at_least(0, int, 2**63 - 1), default=0, help="seed of every random draw")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one")
+    add("--precision", choices=["float32", "bfloat16", "auto"], default="auto",
+        help="bfloat16 means autocast; auto takes it if the hardware has it, else float32")  # fmt: skip
+    add("--out", type=not_empty, metavar="DIR", help="the run's folder (default: a new one under runs/)",
+        idle_if=lambda a: a.resume and "--resume continues in its own folder")  # fmt: skip
+    add("--resume", type=not_empty, metavar="DIR", help="continue the run in this folder, with its flags")
+
+
 def parse(
-    doc: str, settings: dict[str, dict], own_flags: Callable, argv: list[str] | None,
-    without_effect: Callable[[argparse.Namespace], dict[str, str | bool]] = lambda args: {},
+    doc: str, settings: dict[str, dict], own_flags: Callable[[Callable], None], argv: list[str] | None = None,
+    **idle_if: Callable[[argparse.Namespace], str | bool],
 ) -> argparse.Namespace:  # fmt: skip
     """The flags of a method.
 
     doc        the method file's docstring; its first line heads the help
-    settings   data set -> its defaults, "folder" standing for every folder of images
-    own_flags  adds the method's own flags to an argument group
+    settings   data set -> its defaults; "folder" stands for every folder of images
+    own_flags  called with a function `add` that adds the method's own flags. It takes what argparse's add_argument
+               takes, and `idle_if`: a function of all flags that returns the reason why this flag has no effect next
+               to the others, else something false
+    idle_if    the same for shared flags that may have no effect in this method, by their names
 
-    `without_effect` gives the flags that do nothing beside the others: flag -> why, else False. Given one, it warns but
-    raises no error, so that one list of flags can be given to several methods.
-    Raises UserError for what does not make sense.
+    Raises UserError for flags that do not make sense, or have no effect.
     """
     argv = sys.argv[1:] if argv is None else argv
+    program = Path(sys.argv[0]).name
     parser = Parser(
-        description=f"{doc.strip().splitlines()[0]} Defaults follow the data set: `--dataset mnist --help` shows those"
-        " of mnist, which are the paper's where it used it.", formatter_class=_Help, allow_abbrev=False,
-        usage="python %(prog)s [--flag value ...]",
-        epilog=f"example: python {Path(sys.argv[0]).name} --rounds 10 --seed 1 --out runs/first",
+        description=f"{doc.strip().splitlines()[0]} The defaults depend on the data set: `--dataset mnist --help` shows"
+        " those of mnist. They are the paper's, if the paper uses this data set.",
+        usage="python %(prog)s [--flag value ...]", formatter_class=_Help, allow_abbrev=False,
+        epilog=f"example: python {program} --rounds 10 --seed 1 --out runs/first",
     )  # fmt: skip
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", default="glyphs", help=f"{', '.join(data.NAMES)}, or the path of a folder of images,"
-        " of a text file of plays, or of LEAF's JSON")  # fmt: skip
-    add("--data-dir", default="data", help="where data sets are, or are downloaded to")
-    add("--image-size", type=at_least(8), default=96, help="pixels to which a folder's images are scaled")
-    add("--rotate", type=at_least(-360, float, 360), nargs="+", metavar="DEGREES",
-        help="deal the images into domains, one an angle")  # fmt: skip
-    add("--test-domain", metavar="NAME", help="leave this domain out of training; it becomes the OOD test set")
-    add = parser.add_argument_group("clients").add_argument
-    kinds = ["dirichlet", "iid", "domain", "speaker", "silos"]
-    add("--partition", choices=kinds, help="who holds what: label skew, equal shares, clients of one domain each, a"
-        " speaker each, or --silos (default: domain where there is a --rotate or --test-domain, speaker for text, the"
-        " paper's silos in uefl.py, else dirichlet)")  # fmt: skip
-    add("--alpha", type=positive, default=0.1, help="concentration of the Dirichlet label skew; smaller is more skewed")
-    add("--clients", type=at_least(1), help="N, all clients (default: 100, or one per domain)")
-    add("--participating", type=at_least(1), help="M, clients that may be selected (default: 4 in 10, or all domains)")
-    add("--sample", type=at_least(1), help="K, clients selected a round (default: 1 in 4, or one per training domain)")
-    add("--silos", type=at_least(0), nargs="+", metavar="N", help="silos: how many of them each domain has")
-    add("--silo-size", type=at_least(1), default=2000, help="silos: training samples of each")
-    add("--label-noise", type=at_least(0, float, 1), nargs=2, metavar=("CLIENTS", "FLIPS"),
-        help="share of noisy clients, and of flipped training labels in each of them")  # fmt: skip
-    add = parser.add_argument_group("model and training").add_argument
-    add("--model", default="cnn", help=", ".join(models.NAMES))
-    add("--width", type=positive, default=1.0, help="multiplies the channels of this project's own models")
-    add("--pretrained", nargs="?", const="imagenet", metavar="FILE",
-        help="start from ImageNet weights, downloaded or from FILE (resnet18, resnet50, vgg16)")  # fmt: skip
-    add("--rounds", type=at_least(1), default=30, help="T, communication rounds")
-    add("--local-epochs", type=at_least(1), default=5, help="E, passes over a client's data a round")
-    add("--batch-size", type=at_least(1), default=32, help="B, samples in a step of local training")
-    add("--lr", type=positive, default=0.05, help="step size of local training")
-    add("--optimizer", choices=["sgd", "adam"], default="sgd", help="optimizer of local training")
-    add("--momentum", type=at_least(0, float, 0.999), default=0.0, help="of sgd")
-    add = parser.add_argument_group("run").add_argument
-    add("--seed", type=at_least(0, int, 2**63 - 1), default=0, help="of every random draw")
-    add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
-    add("--precision", choices=["float32", "bfloat16", "auto"], default="auto",
-        help="bfloat16 is autocast; auto takes it where the device has it in hardware, else float32")  # fmt: skip
-    add("--cuda-graphs", action=argparse.BooleanOptionalAction, default=False,
-        help="replay each step of local training as one CUDA graph (GPU only)")  # fmt: skip
-    add("--out", type=folder_name, metavar="DIR", help="the run's folder (default: a new one under runs/)")
-    add("--resume", metavar="DIR", help="continue the run in this folder, with its flags")
-    own_flags(parser.add_argument_group("this method").add_argument)
+    idle: dict[str, Callable | None] = {}
+
+    def group(title: str) -> Callable:
+        add_argument = parser.add_argument_group(title).add_argument
+
+        def add(flag: str, idle_if: Callable | None = None, **options) -> None:
+            idle[flag] = idle_if
+            add_argument(flag, **options)
+
+        return add
+
+    _shared_flags(group)
+    own_flags(group("this method"))
+    idle |= {f"--{name}": why for name, why in idle_if.items()}
 
     first = Parser(add_help=False, allow_abbrev=False)
-    first.add_argument("--dataset", default="glyphs")
-    first.add_argument("--resume")
-    first.add_argument("--partition")
+    for flag in ("--dataset", "--resume", "--partition"):
+        first.add_argument(flag)
     known, _ = first.parse_known_args(argv)
-    saved = _saved_flags(known.resume, Path(sys.argv[0]).stem) if known.resume else {}
-    folder = "shakespeare" if Path(known.dataset).is_file() else "folder"
-    of_data_set = settings.get(known.dataset if known.dataset in data.NAMES else folder, {})
-    if of_data_set.get("partition") == "silos" and known.partition in ("dirichlet", "iid"):
-        # label skew does not inherit the rotations that make the silos
-        of_data_set = {**of_data_set, "rotate": None}
-    parser.set_defaults(**{**of_data_set, "partition": None, **saved})
+    saved = _saved_flags(known.resume) if known.resume else {}
+    name = known.dataset or "glyphs"
+    kind = name if name in data.NAMES else "shakespeare" if Path(name).is_file() else "folder"
+    defaults = settings.get(kind, {})
+    if defaults.get("partition") == "silos" and known.partition in ("dirichlet", "iid"):
+        defaults = {**defaults, "rotate": None}  # the rotations make the silos; label skew does not need them
+    parser.set_defaults(**{**defaults, "partition": None, **saved})
     args = parser.parse_args(argv)
     for flag, value in saved.items():
-        if flag not in FREE_TO_CHANGE and getattr(args, flag) != value:
-            name = flag.replace("_", "-")
-            raise UserError(
-                f"{args.resume} was run with --{name} {value}, not {getattr(args, flag)}: leave --{name} out"
-            )
+        if flag not in FREE and getattr(args, flag) != value:
+            flag, now = flag.replace("_", "-"), getattr(args, flag)
+            raise UserError(f"{args.resume} was run with --{flag} {value}, not {now}: leave --{flag} out")
     if args.partition is None:
-        is_text = known.dataset == "shakespeare" or folder == "shakespeare"
-        usual = "speaker" if is_text else "domain" if args.rotate else "dirichlet"
-        args.partition = "domain" if args.test_domain else of_data_set.get("partition", usual)
-    given = {word.split("=")[0] for word in argv}
-    for flag, why in _contradictions(args).items():
-        if why and f"--{flag}" in given:
-            raise UserError(f"--{flag} does not apply: {why}")
-    for flag, why in without_effect(args).items():
-        if why and f"--{flag}" in given and ranks.RANK == 0:
-            print(f"{Path(sys.argv[0]).name}: --{flag} does nothing here: {why}", file=sys.stderr)
+        usual = "speaker" if kind == "shakespeare" else "domain" if args.rotate else "dirichlet"
+        args.partition = "domain" if args.test_domain else defaults.get("partition", usual)
+    for flag in {word.split("=")[0] for word in argv} & idle.keys():
+        if idle[flag] and (why := idle[flag](args)):
+            raise UserError(f"{flag} has no effect here: {why}")
     return args
 
 
-def _contradictions(args: argparse.Namespace) -> dict[str, str | bool]:
-    """Which of the flags that all methods share do not go with the others: flag -> why, else False."""
-    silos, own = args.partition == "silos", args.model in ("cnn", "convnet", "resblocks", "charrnn")
-    return {
-        "silos": not silos and f"it needs --partition silos, and this is {args.partition}",
-        "silo-size": not silos and f"it needs --partition silos, and this is {args.partition}",
-        "clients": silos and "--silos says how many there are",
-        "participating": silos and "all of --silos take part",
-        "alpha": args.partition != "dirichlet" and f"it needs --partition dirichlet, and this is {args.partition}",
-        "momentum": args.optimizer == "adam" and "it is of --optimizer sgd",
-        "image-size": args.dataset in data.NAMES and f"{args.dataset} comes in its own size",
-        "width": not own and f"{args.model} has the width that it has",
-        "out": bool(args.resume) and "--resume goes on in its own folder",
-    }
-
-
-def _saved_flags(folder: str, method: str) -> dict:
+def _saved_flags(folder: str) -> dict:
+    method = Path(sys.argv[0]).stem
     try:
         saved = json.loads((Path(folder) / "args.json").read_text())
         if saved["method"] != method:
             raise UserError(f"--resume {folder}: this is a run of {saved['method']}.py, not of {method}.py")
-        return saved["flags"]
+        return dict(saved["flags"])
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"--resume {folder}: there is no run to resume ({e})") from e
+        raise UserError(f"--resume {folder}: there is no run to resume ({first_line(e)})") from e
 
 
 def load(args: argparse.Namespace) -> data.Dataset:
@@ -184,34 +192,34 @@ def load(args: argparse.Namespace) -> data.Dataset:
 
 
 def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Clients, models.Classifier, Trainer]:
-    """Data, clients, the initial model and the trainer that these flags ask for; the same for every method.
+    """Data, clients, initial model and trainer that these flags ask for.
 
-    Fills in args.sample, the number of clients selected a round. Raises UserError where the flags do not fit.
+    Fills in args.precision and args.sample, the number of clients selected per round. Raises UserError if the flags do
+    not fit together.
     """
     device = train.pick_device(args.device)
     args.precision = train.pick_precision(args.precision, device)
-    if args.cuda_graphs and device.type != "cuda":
-        raise UserError(f"--cuda-graphs needs a GPU, and this runs on {device}: leave it out, or take --no-cuda-graphs")
     dataset = load(args)
     clients = splits.deal(
-        dataset, args.seed, args.partition, alpha=args.alpha, clients=args.clients, participating=args.participating,
-        test_domain=args.test_domain, silos_per_domain=args.silos, silo_size=args.silo_size,
+        dataset, args.seed, args.partition, alpha=args.dirichlet, clients=args.clients,
+        participating=args.participating, test_domain=args.test_domain, silos_per_domain=args.silos,
+        silo_size=args.silo_size,
     )  # fmt: skip
+    m = clients.participating
     if args.label_noise:
+        if len(dataset.classes) < 2:
+            raise UserError(f"--label-noise needs two classes or more, and {dataset.name} has one")
         rng = random_at(args.seed, "label noise")
-        dataset.y, _ = splits.symmetric_noise(dataset.y, clients.train, *args.label_noise, len(dataset.classes), rng)
-    takes_part = len(clients.participating)
+        dataset.y = splits.symmetric_noise(dataset.y, clients.train, *args.label_noise, len(dataset.classes), rng)
     if args.sample is None:
-        domains = len(set(clients.domains))
-        args.sample = {"silos": takes_part, "domain": domains}.get(args.partition, max(1, takes_part // 4))
-    if args.sample > takes_part:
-        raise UserError(
-            f"--sample {args.sample}: only {takes_part} clients participate; lower it, or raise --participating"
-        )
+        usual = {"silos": m, "domain": len(set(clients.domains))}.get(args.partition, max(2, m // 4))
+        args.sample = min(m, usual)
+    if args.sample > m:
+        raise UserError(f"--sample {args.sample}: only {m} clients participate; lower it, or raise --participating")
     model = initial_model(args, dataset, device, **model_options)
     trainer = Trainer(
         dataset, device, seed=args.seed, epochs=args.local_epochs, batch_size=args.batch_size, lr=args.lr,
-        optimizer=args.optimizer, momentum=args.momentum, precision=args.precision, graphs=args.cuda_graphs,
+        optimizer=args.optimizer, momentum=args.momentum, precision=args.precision,
     )  # fmt: skip
     return dataset, clients, model, trainer
 
@@ -219,7 +227,7 @@ def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Cl
 def initial_model(
     args: argparse.Namespace, dataset: data.Dataset, device: torch.device, member: int = 0, **model_options
 ) -> models.Classifier:
-    """The model that these flags ask for; every `member` has its own random weights, the same on any device."""
+    """The model that these flags ask for. Every `member` has its own random weights, the same ones on any device."""
     with ranks.first_rank_first(), train.seeded(torch.device("cpu"), args.seed, "model", member):
         model = models.build(
             args.model, tuple(dataset.x.shape[1:]), len(dataset.classes), args.width, pretrained=args.pretrained or "",

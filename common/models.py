@@ -1,9 +1,9 @@
-"""What is learned: image and text classifiers, each an nn.Module with .features and .classifier.
+"""The models: image and text classifiers, each an nn.Module with .features and .classifier.
 
     model = build("cnn", shape=(1, 28, 28), classes=10)
     logits = model.classifier(model.features(x))      # the same as model(x)
 
-Images come in as float32 [N, channels, height, width] in -1..1, text as int64 [N, length].
+Their input is images, float32 [N, channels, height, width] in -1..1, or text, int64 [N, length].
 """
 
 import torch
@@ -13,10 +13,9 @@ from torch import Tensor
 
 from common import UserError, first_line
 
-NAMES = ["cnn", "convnet", "resblocks", "resnet18", "resnet50", "vgg16", "charrnn"]
-
-
-RESNETS = {"resnet18": 512, "resnet50": 2048}  # name -> its features
+OWN = ["cnn", "convnet", "resblocks", "charrnn"]  # defined here
+RESNETS = {"resnet18": 512, "resnet50": 2048}  # torchvision's: name -> its features
+NAMES = [*OWN, *RESNETS, "vgg16"]
 
 
 class Classifier(nn.Module):
@@ -36,36 +35,37 @@ def build(
     """The model called `name` for samples of `shape`: (channels, height, width), or (length,) for text.
 
     width       multiplies the channels of the models defined here (not of torchvision's), rounded to multiples of 8
-    dropout     probability of the two dropout layers of a hidden classifier, one before each of its linear layers
-    pretrained  for torchvision's: "imagenet", downloaded on first use, or a file with such weights; batch norm then
-                runs on its frozen statistics. Without, batch norm gives way to group norm, whose outcome does not
-                depend on who else is in a client's batch
+    dropout     probability of the dropout layers: one before each of a classifier's two linear layers
+    pretrained  for torchvision's: "imagenet" (downloaded on first use), or a file with such weights. Batch norm then
+                uses its stored statistics. Without pretrained weights, group norm replaces batch norm, because its
+                result does not depend on the other samples in a batch
 
-    Draws the weights from torch's global generator. Raises UserError where name, shape or weights do not fit.
+    Draws the weights from torch's global generator. Raises UserError if name, shape or weights do not fit together.
     """
     is_text = len(shape) == 1
     if name not in NAMES:
         raise UserError(f"no model {name!r}: choose from {', '.join(NAMES)}")
     if is_text != (name == "charrnn"):
         raise UserError(f"--model {name} is not for {'text: choose charrnn' if is_text else 'images'}")
-    if pretrained and name not in ("resnet18", "resnet50", "vgg16"):
+    if pretrained and name in OWN:
         raise UserError(f"--pretrained: there are no ImageNet weights for {name}; choose resnet18, resnet50 or vgg16")
 
     def scaled(channels: int) -> int:
         return max(8, round(channels * width / 8) * 8)
 
+    activation: nn.Module = nn.ReLU()
     if name == "cnn":
-        features, hidden, activation = _cnn(shape[0], scaled), scaled(512), nn.ReLU()
+        features, hidden = _cnn(shape[0], scaled), scaled(512)
     elif name == "convnet":
-        features, hidden, activation = _convnet(shape[0], scaled), None, None
+        features, hidden = _convnet(shape[0], scaled), None
     elif name == "resblocks":
         features, hidden, activation = _resblocks(shape[0], scaled), scaled(512), nn.GELU()
+    elif name == "charrnn":
+        features, hidden = CharRNN(classes, scaled(256)), None
     elif name == "vgg16":
         features, hidden, activation = _vgg16(shape[0], pretrained), 512, nn.GELU()
-    elif name == "charrnn":
-        features, hidden, activation = CharRNN(classes, scaled(256)), None, None
     else:
-        features, hidden, activation = _resnet(name, shape[0], pretrained), RESNETS[name], nn.ReLU()
+        features, hidden = _resnet(name, shape[0], pretrained), RESNETS[name]
     try:
         with torch.no_grad():
             example = torch.zeros(1, *shape, dtype=torch.long if is_text else torch.float32)
@@ -75,7 +75,7 @@ def build(
     return Classifier(features.train(), head(size, hidden, classes, activation, dropout))
 
 
-def head(size: int, hidden: int | None, classes: int, activation: nn.Module | None, dropout: float) -> nn.Sequential:
+def head(size: int, hidden: int | None, classes: int, activation: nn.Module, dropout: float) -> nn.Sequential:
     """A classifier of one linear layer, or of two with `hidden` units between them."""
     if hidden is None:
         return nn.Sequential(nn.Flatten(), nn.Linear(size, classes))
@@ -128,14 +128,14 @@ class ResidualBlock(nn.Module):
 
 
 class GroupNorm(nn.GroupNorm):
-    """Group norm in float32 under autocast on a CPU, too, as it is on a GPU; in bfloat16 it would also be slower."""
+    """Group norm in float32. Autocast does this on a GPU, but not on a CPU, where bfloat16 is also slower."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.float())
 
 
 class CharRNN(nn.Module):
-    """LEAF's model for Shakespeare: embedding of 8, two LSTM layers; gives the state after the last character."""
+    """LEAF's model for Shakespeare: an embedding of 8, two LSTM layers, and their state after the last character."""
 
     def __init__(self, characters: int, units: int):
         super().__init__()
@@ -150,7 +150,7 @@ class CharRNN(nn.Module):
 
 
 class FrozenBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm on its stored statistics, in training too; its scale and shift are learned."""
+    """Batch norm that uses its stored statistics in training, too. It still learns its scale and shift."""
 
     def train(self, mode: bool = True):
         return super().train(False)
@@ -173,7 +173,7 @@ def _group_norm(channels: int) -> GroupNorm:
 
 
 def _resnet(name: str, channels: int, pretrained: str) -> nn.Sequential:
-    """A ResNet up to its last layer, which becomes a linear layer as wide as its input (Guo et al., section 5.1)."""
+    """A ResNet whose last layer is a linear layer as wide as its input (Guo et al., section 5.1)."""
     net = getattr(torchvision.models, name)(norm_layer=FrozenBatchNorm2d if pretrained else _group_norm)
     if pretrained:
         _load_imagenet(net, name, pretrained)
@@ -201,8 +201,8 @@ def _load_imagenet(net: nn.Module, name: str, source: str) -> None:
         else:
             state = torch.load(source, weights_only=True)
         net.load_state_dict(state)
-    except Exception as e:  # anything from URLError to UnpicklingError; load_state_dict's own text has many lines
+    except Exception as e:  # from URLError to UnpicklingError, whose text tells users to load it unsafely
         raise UserError(
-            f"--pretrained: no weights of {name} to be had from {source} ({first_line(e)}): without a "
-            f"network, fetch {weights.url} elsewhere and give the file's path"
+            f"--pretrained: the weights of {name} cannot be had from {source} ({type(e).__name__}): without a network,"
+            f" download {weights.url} elsewhere and give the file's path"
         ) from e

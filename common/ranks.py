@@ -1,8 +1,7 @@
-"""Several processes that are one run: the ranks that `torchrun --nproc-per-node N` starts.
+"""Several processes that work on one run: the ranks that `torchrun --nproc-per-node N` starts.
 
-Each of them runs the whole program. What costs time is shared out among them, what they found is exchanged, and each
-takes the same server's step. Only the first writes and prints. Each computes the server's step for itself; on unlike
-machines, rounding could make them decide differently.
+Every rank runs the whole program. The ranks share the training and the evaluation, exchange the results, and then all
+compute the same server step. Only the first rank writes files and prints.
 """
 
 import heapq
@@ -13,26 +12,27 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 RANK, COUNT = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets them
 
 
 def join(device: torch.device) -> None:
-    """Lets the ranks, each with a device of this type, find each other, if there are several."""
+    """Connects the ranks, if there are several. Each rank has one device of this type."""
     if COUNT > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(days=7))  # a client's local epochs may take hours
+        dist.init_process_group(backend, timeout=timedelta(days=7))  # one client may train for hours
 
 
 def meet() -> None:
-    """Waits for all ranks."""
+    """Waits until all ranks are here."""
     if COUNT > 1:
         dist.all_reduce(torch.zeros(1))
 
 
 @contextmanager
 def first_rank_first():
-    """Inside, the first rank goes first: it downloads a data set, and the others find it. They have join()ed before."""
+    """The first rank runs the block before the others do, for example to download a data set that they then find."""
     if RANK > 0:
         meet()
     yield
@@ -41,16 +41,36 @@ def first_rank_first():
 
 
 def leave() -> None:
-    """The end of what join() began."""
+    """Disconnects the ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def share_out(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Which pieces of work each rank does: the largest first, to whoever has least. Ties go to the first."""
-    load, pieces = [(0, r) for r in range(count)], [[] for _ in range(count)]
+def share_out(sizes: Sequence[int]) -> list[int]:
+    """Divides pieces of work of these sizes among the ranks. Returns the indices of this rank's pieces.
+
+    The largest piece goes first, and each piece goes to the rank that has the least work. Ties go to the first rank.
+    """
+    load, mine = [(0, rank) for rank in range(COUNT)], []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        work, r = load[0]
-        heapq.heapreplace(load, (work + sizes[i], r))
-        pieces[r].append(i)
-    return pieces
+        work, rank = load[0]
+        heapq.heapreplace(load, (work + sizes[i], rank))
+        if rank == RANK:
+            mine.append(i)
+    return mine
+
+
+def sum_over(values: Tensor) -> Tensor:
+    """The sum of the ranks' tensors, in place."""
+    if COUNT > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def gather(results: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Each rank's results, joined into one dict. The keys of the ranks must differ."""
+    if COUNT > 1:
+        parts: list[dict] = [{}] * COUNT
+        dist.all_gather_object(parts, {i: result.cpu() for i, result in results.items()})
+        results = {i: result for part in parts for i, result in part.items()}
+    return results

@@ -1,6 +1,6 @@
-"""Who holds what: labels or domains -> clients, each a tensor of positions in the pool of samples.
+"""Which client holds which samples. Labels or domains -> clients, each a tensor of positions in the pool of samples.
 
-Every function is pure: its result depends on its arguments alone, the numpy generator `rng` among them.
+The result of every function depends only on its arguments. One of them is `rng`, a numpy generator.
 """
 
 import heapq
@@ -13,31 +13,41 @@ from torch import Tensor
 from common import UserError, random_at
 from common.data import Dataset
 
-MIN_SIZE = 10  # samples that every client of a Dirichlet split has at least
-HELD_OUT = {"dirichlet": 0.2, "iid": 0.2, "speaker": 0.1, "domain": 0.1}  # share of a client's samples kept for testing
+MIN_SIZE = 10  # every client of a Dirichlet split has at least so many samples
+HELD_OUT = {"dirichlet": 0.2, "iid": 0.2, "speaker": 0.1, "domain": 0.1, "silos": 0.2}  # share kept for testing
 
 
 @dataclass
 class Clients:
-    """All clients, and who of them takes part.
+    """All N clients. The first M of them participate; the others never train.
 
-    train, test    per client its positions in the pool, int64; `test` is held out from local training
-    participating  int64 [M], ascending: the clients that may ever be selected; the others never train
-    ood            int64: samples unlike those of the participating clients (the standard test set, or the domain
-                   left out); empty where there are none
-    domains        per client the domain that its data come from; empty strings where clients mix domains
+    train, test    per client its positions in the pool, int64; local training never sees `test`
+    participating  M; the participating clients have the ids 0 .. M-1, so that an id is a row of every table
+    ood            int64: samples that differ from the participating clients' (the standard test set, or the domain
+                   left out); may be empty
+    domains        per client the domain of its data; empty strings if clients mix domains
     """
 
     train: list[Tensor]
     test: list[Tensor]
-    participating: Tensor
+    participating: int
     ood: Tensor
     domains: list[str]
 
     @property
+    def ids(self) -> Tensor:
+        """The participating clients, int64 [M]."""
+        return torch.arange(self.participating)
+
+    @property
     def sizes(self) -> Tensor:
-        """n_k, the number of training samples of each client, float32 [clients]."""
-        return torch.tensor([float(len(i)) for i in self.train])
+        """n_k, the number of training samples of each client, float32 [N]."""
+        return torch.tensor([float(len(samples)) for samples in self.train])
+
+    @property
+    def held_out(self) -> Tensor:
+        """The test samples of all participating clients together."""
+        return torch.cat(self.test[: self.participating])
 
 
 # ------------------------------------------------------------------------------- pool or labels -> clients
@@ -48,8 +58,13 @@ def shuffled(samples: Tensor, rng: np.random.Generator) -> Tensor:
     return samples[torch.from_numpy(rng.permutation(len(samples)))]
 
 
+def draw(clients: Tensor, k: int, rng: np.random.Generator) -> Tensor:
+    """k of these clients at random, all equally likely, in ascending order: int64 [k]."""
+    return clients[torch.from_numpy(np.sort(rng.choice(len(clients), k, replace=False)))]
+
+
 def iid(pool: Tensor, clients: int, rng: np.random.Generator) -> list[Tensor]:
-    """Deals the positions at random into parts of equal size (plus or minus one)."""
+    """Divides the samples at random into equal parts. The sizes differ by at most one."""
     return list(shuffled(pool, rng).tensor_split(clients))
 
 
@@ -58,9 +73,9 @@ def dirichlet(
 ) -> list[Tensor]:
     """Label skew: each class is divided among the clients by its own draw from Dirichlet(alpha, ..., alpha).
 
-    Clients left with fewer than `min_size` samples are filled up one by one with random samples of whoever has most
-    at that moment, so that small alpha and many clients need no second draw. Every sample goes to exactly one client.
-    Returns positions in `labels`, int64. Raises UserError where there are fewer than clients * min_size samples.
+    A client with fewer than `min_size` samples then gets random samples from the client that has most at that moment.
+    Every sample belongs to exactly one client. Returns positions in `labels`, int64. Raises UserError if there are
+    fewer than clients * min_size samples.
     """
     if len(labels) < clients * min_size:
         raise UserError(
@@ -72,41 +87,38 @@ def dirichlet(
         ends = np.rint(np.cumsum(rng.dirichlet(np.full(clients, alpha))) * len(samples)).astype(int)
         for k, part in enumerate(np.split(samples, ends[:-1])):
             held[k] += part.tolist()
-    richest = [(-len(h), k) for k, h in enumerate(held)]
-    heapq.heapify(richest)
+    largest = [(-len(h), k) for k, h in enumerate(held)]
+    heapq.heapify(largest)
     for poor in held:
         while len(poor) < min_size:
-            _, k = richest[0]
+            _, k = largest[0]
             poor.append(held[k].pop(rng.integers(len(held[k]))))
-            heapq.heapreplace(richest, (-len(held[k]), k))
+            heapq.heapreplace(largest, (-len(held[k]), k))
     return [torch.tensor(h, dtype=torch.long) for h in held]
 
 
 def by_domain(domain: Tensor, clients: int, rng: np.random.Generator) -> list[Tensor]:
-    """Several clients a domain, no client of two domains (Guo et al., Algorithm 2 in section F.1).
+    """Each client holds samples of one domain (Guo et al., Algorithm 2 in section F.1).
 
-    Each domain begins with one client; the next one always goes to the domain with most samples per client; then each
-    domain is dealt at random among its clients. Returns positions in `domain`, ordered by domain. Raises UserError
-    where there are fewer clients than domains.
+    Each domain starts with one client. The next client always goes to the domain with the most samples per client.
+    Then each domain is divided at random among its clients. Returns positions in `domain`, ordered by domain. Raises
+    UserError if there are fewer clients than domains.
     """
     values, sizes = domain.unique(return_counts=True)
     if clients < len(values):
         raise UserError(f"--clients {clients} is fewer than the {len(values)} domains that train")
-    share = np.ones(len(values), dtype=int)
+    count = np.ones(len(values), dtype=int)
     for _ in range(clients - len(values)):
-        share[np.argmax(sizes.numpy() / share)] += 1
-    return [
-        part
-        for value, k in zip(values, share, strict=True)
-        for part in iid(torch.nonzero(domain == value).flatten(), int(k), rng)
-    ]
+        count[np.argmax(sizes.numpy() / count)] += 1
+    parts = [iid(torch.nonzero(domain == d).flatten(), int(k), rng) for d, k in zip(values, count, strict=True)]
+    return [part for of_domain in parts for part in of_domain]
 
 
 def silos(domain: Tensor, per_domain: list[int], size: int, rng: np.random.Generator) -> list[Tensor]:
     """per_domain[d] silos of `size` samples each from domain d (Zhang et al., section 4: 3 from each of 3 rotations).
 
-    What is left over belongs to nobody. Returns positions in `domain`, ordered by domain. Raises UserError where the
-    numbers do not fit the domains, or a domain is too small.
+    The remaining samples belong to nobody. Returns positions in `domain`, ordered by domain. Raises UserError if the
+    numbers do not fit the domains.
     """
     values, sizes = domain.unique(return_counts=True)
     if len(per_domain) != len(values):
@@ -116,47 +128,31 @@ def silos(domain: Tensor, per_domain: list[int], size: int, rng: np.random.Gener
     if bool((torch.tensor(per_domain) * size > sizes).any()):
         raise UserError(f"{per_domain} silos of {size} samples do not fit into domains of {sizes.tolist()}")
     parts = []
-    for value, k in zip(values, per_domain, strict=True):
-        samples = shuffled(torch.nonzero(domain == value).flatten(), rng)
-        parts += samples[: k * size].view(k, size).unbind()
+    for d, k in zip(values, per_domain, strict=True):
+        parts += shuffled(torch.nonzero(domain == d).flatten(), rng)[: k * size].view(k, size).unbind()
     return parts
 
 
 def one_per_domain(domain: Tensor, clients: int, rng: np.random.Generator) -> list[Tensor]:
-    """Each of `clients` domains, drawn among those with at least MIN_SIZE samples, is one client (one per speaker).
+    """Each client holds one whole domain, for example one speaker. Domains under MIN_SIZE samples are left out.
 
-    Returns positions in `domain`. Raises UserError where there are too few such domains.
+    Returns positions in `domain`. Raises UserError if there are too few such domains.
     """
     values, sizes = domain.unique(return_counts=True)
     values = values[sizes >= MIN_SIZE]
     if clients > len(values):
         raise UserError(
-            f"{clients} clients of a domain each: only {len(values)} domains have {MIN_SIZE} samples or more; lower"
+            f"{clients} clients with a domain each: only {len(values)} domains have {MIN_SIZE} samples or more; lower"
             " --clients"
         )
-    chosen = np.sort(rng.permutation(len(values))[:clients])
-    return [torch.nonzero(domain == values[d]).flatten() for d in chosen]
+    return [torch.nonzero(domain == d).flatten() for d in draw(values, clients, rng)]
 
 
 # ------------------------------------------------------------------------------------ clients -> their parts
 
 
-def participate(clients: int, count: int, rng: np.random.Generator) -> Tensor:
-    """`count` of `clients` clients, drawn with equal probability; ids ascending, int64 [count]."""
-    if not 1 <= count <= clients:
-        raise UserError(
-            f"{count} of {clients} clients cannot participate: choose --participating between 1 and {clients}"
-        )
-    return torch.from_numpy(np.sort(rng.permutation(clients)[:count]))
-
-
-def draw(participating: Tensor, k: int, rng: np.random.Generator) -> Tensor:
-    """k of the participating clients [M], each equally likely, in ascending order: int64 [k]."""
-    return participating[torch.from_numpy(np.sort(rng.choice(len(participating), k, replace=False)))]
-
-
 def hold_out(clients: list[Tensor], share: float, rng: np.random.Generator) -> tuple[list[Tensor], list[Tensor]]:
-    """Each client's samples in two parts, training and test: `share` of them for testing, at least one in each."""
+    """Divides each client's samples into training and test samples. `share` of them are for testing, at least one."""
     train, test = [], []
     for samples in clients:
         samples = shuffled(samples, rng)
@@ -173,19 +169,18 @@ def label_counts(data: Dataset, clients: list[Tensor]) -> Tensor:
 
 def symmetric_noise(
     labels: Tensor, clients: list[Tensor], noisy: float, flip: float, classes: int, rng: np.random.Generator
-) -> tuple[Tensor, Tensor]:
-    """Label noise as in Wu et al., section V: a Bernoulli(`noisy`) draw decides whether a client is noisy; in a noisy
-    client each label is, with probability `flip`, replaced by one of the other classes, all equally likely.
+) -> Tensor:
+    """Label noise as in Wu et al., section V. A Bernoulli(`noisy`) draw decides whether a client is noisy.
 
-    Returns the new labels, int64 of the shape of `labels`, and which clients are noisy, bool [clients].
+    In a noisy client, each label changes with probability `flip` into one of the other classes, all equally likely.
+    Returns the new labels, int64 of the shape of `labels`.
     """
     labels = labels.clone()
-    is_noisy = torch.from_numpy(rng.random(len(clients)) < noisy)
-    for samples, bad in zip(clients, is_noisy, strict=True):
-        if bad:
-            flipped = samples[torch.from_numpy(rng.random(len(samples)) < flip)]
-            labels[flipped] = (labels[flipped] + torch.from_numpy(rng.integers(1, classes, len(flipped)))) % classes
-    return labels, is_noisy
+    is_noisy = rng.random(len(clients)) < noisy
+    for samples in (samples for samples, bad in zip(clients, is_noisy, strict=True) if bad):
+        flipped = samples[torch.from_numpy(rng.random(len(samples)) < flip)]
+        labels[flipped] = (labels[flipped] + torch.from_numpy(rng.integers(1, classes, len(flipped)))) % classes
+    return labels
 
 
 # ------------------------------------------------------------------------------------------------ all of it
@@ -198,64 +193,67 @@ def deal(
 ) -> Clients:  # fmt: skip
     """The clients of a run.
 
-    partition         dirichlet, iid: the standard training set over `clients` (default 100)
+    partition         dirichlet, iid: divide the standard training set among `clients` (default 100)
                       speaker: each of `clients` (default 100) domains is one client
-                      domain: `clients` (default: one a domain), none of them with data of two domains
+                      domain: each of `clients` (default: one per domain) holds samples of one domain
                       silos: silos_per_domain[d] silos of silo_size samples from domain d, all of them participating
-    participating     how many of them take part (default: all under domain and silos, else 4 in 10 as in Wu et al.)
-    test_domain       this domain belongs to no client; all of it, with the standard test set joined to the standard
-                      training set as in Guo et al., becomes `ood`. Without it `ood` is the standard test set (under
-                      speaker that of the clients' speakers), and for silos nothing
+    participating     how many clients participate (default: all under domain and silos, else 4 in 10 as in Wu et al.)
+    test_domain       no client has this domain. `ood` is all of it, out of the standard training and test sets
+                      together, as in Guo et al. Without it, `ood` is the standard test set (under speaker: that of
+                      the clients' speakers), and empty for silos
 
-    A client's held-out samples come out of its own (HELD_OUT), but for silos out of the standard test set where there
-    is one, as many each as the smallest share of a domain has. Raises UserError where the numbers do not fit the data.
+    A client's test samples are a share of its own samples (HELD_OUT). Silos instead get samples of the standard test
+    set if there is one. Raises UserError if the numbers do not fit the data.
     """
     if partition in ("domain", "silos", "speaker") and data.domain is None:
         raise UserError(f"{data.name} has no domains: make some with --rotate, or choose --partition dirichlet or iid")
-    pool, ood = data.train, data.test if partition != "silos" else data.test[:0]
+    pool, test_pool, ood = data.train, data.test, data.test
     if test_domain is not None:
         if test_domain not in data.domains:
-            those = f"give one of {', '.join(data.domains)}" if data.domains else "it has none; make some with --rotate"
-            raise UserError(f"--test-domain: no domain {test_domain!r} in {data.name}: {those}")
+            known = f"give one of {', '.join(data.domains)}" if data.domains else "it has none; make some with --rotate"
+            raise UserError(f"--test-domain: no domain {test_domain!r} in {data.name}: {known}")
         left_out = data.domain == data.domains.index(test_domain)
         ood = torch.nonzero(left_out).flatten()
-        pool = torch.cat([data.train, data.test]) if partition != "silos" else pool
-        pool = pool[~left_out[pool]]
+        pool = torch.cat([pool, test_pool]) if partition != "silos" else pool
+        pool, test_pool = pool[~left_out[pool]], test_pool[~left_out[test_pool]]
+        if not len(pool):
+            raise UserError(f"--test-domain {test_domain}: no domain is left to train on")
+    elif partition == "silos":
+        ood = ood[:0]
 
-    rng = random_at(seed, "split")
+    rng, count = random_at(seed, "split"), clients or 100
     if partition == "silos":
         if silos_per_domain is None:
             raise UserError("--partition silos needs --silos: how many each domain has")
-        parts = [pool[i] for i in silos(data.domain[pool], silos_per_domain, silo_size, rng)]
-        train, test = _silo_tests(data, parts, silo_size, silos_per_domain, test_domain, rng)
+        parts = silos(data.domain[pool], silos_per_domain, silo_size, rng)
+    elif partition == "dirichlet":
+        parts = dirichlet(data.y[pool], count, alpha, rng)
+    elif partition == "iid":
+        parts = iid(torch.arange(len(pool)), count, rng)
+    elif partition == "speaker":
+        parts = one_per_domain(data.domain[pool], count, rng)
     else:
-        if partition == "dirichlet":
-            parts = dirichlet(data.y[pool], clients or 100, alpha, rng)
-        elif partition == "iid":
-            parts = iid(torch.arange(len(pool)), clients or 100, rng)
-        elif partition == "speaker":
-            parts = one_per_domain(data.domain[pool], clients or 100, rng)
-        else:
-            parts = by_domain(data.domain[pool], clients or len(data.domain[pool].unique()), rng)
-        train, test = hold_out([pool[i] for i in parts], HELD_OUT[partition], random_at(seed, "held out"))
+        parts = by_domain(data.domain[pool], clients or len(data.domain[pool].unique()), rng)
+    parts = [pool[part] for part in parts]
+    if partition == "silos" and len(test_pool):
+        sizes = [int((data.domain[test_pool] == d).sum()) for d in data.domain[pool].unique()]
+        size = min(n // k for n, k in zip(sizes, silos_per_domain, strict=True) if k)
+        if not min(sizes) or not size:
+            raise UserError(f"the test set has {sizes} samples of the domains: too few for --silos {silos_per_domain}")
+        train, test = parts, [test_pool[part] for part in silos(data.domain[test_pool], silos_per_domain, size, rng)]
+    else:
+        train, test = hold_out(parts, HELD_OUT[partition], random_at(seed, "held out"))
     if not all(len(a) and len(b) for a, b in zip(train, test, strict=True)):
         raise UserError("a client has no samples to train on, or none to hold out: lower --clients, or --silos")
     if partition == "speaker" and test_domain is None:
-        ood = ood[torch.isin(data.domain[ood], torch.stack([data.domain[i[0]] for i in train]))]
+        ood = ood[torch.isin(data.domain[ood], torch.stack([data.domain[samples[0]] for samples in train]))]
 
-    everyone = partition in ("domain", "silos")
-    domains = [data.domains[data.domain[i[0]]] if everyone or partition == "speaker" else "" for i in train]
-    count = participating or (len(train) if everyone else max(1, round(0.4 * len(train))))
-    return Clients(train, test, participate(len(train), count, random_at(seed, "participate")), ood, domains)
-
-
-def _silo_tests(data, parts, size, per_domain, test_domain, rng) -> tuple[list[Tensor], list[Tensor]]:
-    """The silos' training and test samples, the latter out of the standard test set where there is one."""
-    if not len(data.test):
-        return hold_out(parts, 0.2, rng)
-    pool = data.test
-    if test_domain is not None:
-        pool = pool[data.domain[pool] != data.domains.index(test_domain)]
-    sizes = data.domain[pool].unique(return_counts=True)[1].tolist()
-    test_size = min(n // k for n, k in zip(sizes, per_domain, strict=True) if k)
-    return parts, [pool[i] for i in silos(data.domain[pool], per_domain, test_size, rng)]
+    one_domain = partition in ("domain", "silos", "speaker")
+    domains = [data.domains[data.domain[samples[0]]] if one_domain else "" for samples in train]
+    everyone = len(train) if partition in ("domain", "silos") else max(1, round(0.4 * len(train)))
+    m = participating or everyone
+    if m > len(train):
+        raise UserError(f"{m} of {len(train)} clients cannot participate: lower --participating, or raise --clients")
+    chosen = draw(torch.arange(len(train)), m, random_at(seed, "participate")).tolist()
+    order = chosen + sorted(set(range(len(train))) - set(chosen))  # the participating clients first
+    return Clients([train[k] for k in order], [test[k] for k in order], m, ood, [domains[k] for k in order])

@@ -1,3 +1,4 @@
+import csv
 import functools
 import sys
 
@@ -14,7 +15,7 @@ torch.set_num_threads(1)  # the models here are too small to share, and tests of
 
 
 def make_tiny(n_train=120, n_test=60, size=8) -> Dataset:
-    """Three classes, each a bright quarter of an 8x8 image under noise, in two domains, the second of them darker."""
+    """Noisy 8x8 images of three classes. The class is the quarter that is bright. The second domain is darker."""
     rng = np.random.default_rng(0)
     n = n_train + n_test
     y, domain = rng.integers(0, 3, n), np.arange(n) % 2
@@ -27,6 +28,12 @@ def make_tiny(n_train=120, n_test=60, size=8) -> Dataset:
         "tiny", torch.from_numpy(x).to(torch.uint8), torch.from_numpy(y), torch.arange(n_train),
         torch.arange(n_train, n), ["a", "b", "c"], torch.from_numpy(domain), ["light", "dark"],
     )  # fmt: skip
+
+
+def read_rows(folder) -> list[dict[str, str]]:
+    """The rows of metrics.csv in this folder. All values are strings."""
+    with open(folder / "metrics.csv", newline="") as f:
+        return list(csv.DictReader(f))
 
 
 drawn = functools.cache(common.data.glyphs)
@@ -49,12 +56,12 @@ def trainer(tiny):
 
 @pytest.fixture
 def start(monkeypatch, tmp_path):
-    """start(method, "--flag value ...") runs a method on the tiny data set in a temporary folder, and returns that."""
+    """start(method, "--flag value ...") runs a method on the tiny data set in a temporary folder, which it returns."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(common.data, "load", lambda name, *args: make_tiny())
 
     def run_method(method, flags):
-        usual = [] if "--resume" in flags else ["--precision", "float32"]  # the same wherever the tests run
+        usual = [] if "--resume" in flags else ["--precision", "float32"]  # the same on every machine
         usual += [] if "--device" in flags else ["--device", "cpu"]
         monkeypatch.setattr(sys, "argv", [f"{method.__name__}.py", *usual, *flags.split()])
         method.main()
@@ -65,22 +72,31 @@ def start(monkeypatch, tmp_path):
 
 @pytest.fixture
 def start_and_stop(start, monkeypatch):
-    """start_and_stop(method, "--flag value ...", round, folder) does the same, and Ctrl-C ends it after this round of
-    the run in this folder; a checkpoint follows every round."""
+    """start_and_stop(method, "--flag value ...", round, folder) starts a run that Ctrl-C ends.
+
+    Ctrl-C comes in this round of the run in this folder, before the round's checkpoint. All earlier rounds have one.
+    """
 
     def run_method(method, flags, round, folder):
-        log = common.run.Run.log
+        log, save = common.run.Run.log, common.run.Run.save
 
-        def log_and_stop(self, t, *args, **values):
-            log(self, t, *args, **values)
-            if t == round and self.folder.name == folder:
+        def log_and_stop(self, *args, **values):
+            log(self, *args, **values)
+            if self.t == round and self.folder.name == folder:
+                saved = self.folder / "checkpoint.pt"
+                assert round == 1 or torch.load(saved)["state"]["round"] == round - 1
                 raise KeyboardInterrupt
+
+        def save_in_no_time(self, state):
+            save(self, state)
+            self.save_took = 0.0  # the clock below is too fast for the rule about slow checkpoints
 
         with monkeypatch.context() as patch:
             patch.setattr(common.run.Run, "log", log_and_stop)
+            patch.setattr(common.run.Run, "save", save_in_no_time)
             patch.setattr(common.run.time, "monotonic", iter(range(0, 10**6, 20)).__next__)
             with pytest.raises(KeyboardInterrupt):
                 start(method, flags)
-        assert common.run.Run.log is log
+        assert common.run.Run.log is log and common.run.Run.save is save
 
     return run_method

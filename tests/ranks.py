@@ -1,4 +1,4 @@
-"""What tests run under torchrun: every method for three rounds on the tiny data set, or FedAvg for as many as one says.
+"""Tests run this under torchrun: every method for three rounds on the tiny data set, or only FedAvg for ROUNDS rounds.
 
 ranks.py FOLDER [ROUNDS]
 """
@@ -18,7 +18,7 @@ import uefl
 from common import run
 
 SMALL = "--width 0.125 --local-epochs 2 --batch-size 8 --device cpu --precision float32 "
-SKEWED = SMALL + "--model cnn --clients 8 --participating 6 --alpha 1 --rounds 3 "
+SKEWED = SMALL + "--model cnn --clients 8 --participating 6 --dirichlet 1 --rounds 3 "
 TURNED = SMALL + "--rotate 0 90 180 "
 CALLS = {
     fedavg: SKEWED + "--selection power_of_choice --sample 3",
@@ -26,9 +26,8 @@ CALLS = {
     minimax_select: SKEWED + "--sample 3 --churn 0.3",
     convex_hull_select: SKEWED + "--churn 0.3",
     fediir: TURNED + "--model convnet --test-domain dark --clients 5 --sample 3 --rounds 3 --no-compare",
-    uefl: TURNED
-    + "--model resblocks --partition domain --lr 0.003 --gamma 0 --codebook-size 4 --segments 1 --rounds 2 "
-    "--later-rounds 1 --iterations 2 --no-compare",
+    uefl: TURNED + "--model resblocks --partition domain --lr 0.003 --gamma 0 --codebook-size 4 --segments 1 "
+    "--rounds 2 --later-rounds 1 --iterations 2 --no-compare",
 }
 
 

@@ -2,6 +2,7 @@ import gzip
 import json
 import struct
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from common.data import image_folder, load, plays, rotated
 from common.glyphs import FONTS, glyphs
 
 
-def test_glyphs_are_the_same_bytes_for_the_same_seed_and_others_for_another():
+def test_glyphs_are_the_same_bytes_for_the_same_seed_only():
     a, b, c = glyphs(300, 50, seed=1), glyphs(300, 50, seed=1), glyphs(300, 50, seed=2)
     assert torch.equal(a["x"], b["x"]) and torch.equal(a["y"], b["y"]) and torch.equal(a["domain"], b["domain"])
     assert not torch.equal(a["x"], c["x"])
@@ -31,7 +32,7 @@ def test_default_data_set_is_complete():
     assert data.x.flatten(1).amax(1).min() > 30, "no image is empty"
 
 
-def test_a_digit_is_nearer_to_its_own_kind_than_to_others():
+def test_a_digit_is_closer_to_its_own_class_than_to_others():
     data = load("glyphs")
     x = data.x.flatten(1).float()
     means = torch.stack([x[data.train][data.y[data.train] == c].mean(0) for c in range(10)])
@@ -46,7 +47,7 @@ def test_rotation_is_torchvisions(tiny, angle):
         assert torch.equal(turned.x[i], rotate(tiny.x[i], angle, InterpolationMode.BILINEAR))
 
 
-def test_rotation_deals_training_and_test_images_into_equal_parts_and_leaves_the_original_alone(tiny):
+def test_rotation_divides_training_and_test_images_into_equal_parts_and_does_not_change_the_original(tiny):
     before = tiny.x.clone()
     turned = rotated(tiny, [0, 15, 30])
     assert torch.equal(tiny.x, before)
@@ -54,6 +55,44 @@ def test_rotation_deals_training_and_test_images_into_equal_parts_and_leaves_the
     assert torch.bincount(turned.domain[turned.train]).tolist() == [40, 40, 40]
     assert torch.bincount(turned.domain[turned.test]).tolist() == [20, 20, 20]
     assert torch.equal(turned.x[turned.domain == 0], before[turned.domain == 0])
+
+
+def test_rotation_of_a_data_set_without_a_test_set(tiny):
+    turned = rotated(replace(tiny, test=tiny.test[:0]), [0, 90])
+    assert torch.bincount(turned.domain[turned.train]).tolist() == [60, 60] and len(turned.test) == 0
+    assert torch.equal(turned.x[tiny.test], tiny.x[tiny.test]), "samples in neither part stay as they are"
+
+
+def test_rotation_of_fewer_test_images_than_angles(tiny):
+    turned = rotated(replace(tiny, test=tiny.test[:2]), [0, 90, 180])
+    assert torch.bincount(turned.domain[turned.test], minlength=3).tolist() == [1, 1, 0]
+    assert torch.bincount(turned.domain[turned.train]).tolist() == [40, 40, 40]
+
+
+def test_rotations_that_are_impossible_are_refused(tiny):
+    with pytest.raises(UserError, match="3 angles for 2 images"):
+        rotated(replace(tiny, train=tiny.train[:2]), [0, 90, 180])
+    with pytest.raises(UserError, match="an angle twice: 0 15 0"):
+        rotated(tiny, [0, 15, 0])
+    with pytest.raises(UserError, match="tiny is text"):
+        rotated(replace(tiny, x=tiny.x[:, 0, 0]), [0, 15])
+
+
+def test_the_fingerprint_changes_with_one_pixel_one_label_or_one_domain_and_not_otherwise(tiny):
+    before = tiny.fingerprint()
+    same = replace(tiny, name="other", x=tiny.x.clone(), y=tiny.y.clone(), domain=tiny.domain.clone())
+    assert same.fingerprint() == before
+    assert replace(tiny, x=tiny.x.mT.contiguous().mT).fingerprint() == before, "only the values count, not the strides"
+    changed = []
+    for part in ("x", "y", "domain"):
+        for sample in (0, 77, len(tiny.x) - 1):
+            other = getattr(tiny, part).clone()
+            other[sample].view(-1)[-1] += 1
+            changed.append(replace(tiny, **{part: other}).fingerprint())
+    changed.append(replace(tiny, domain=None).fingerprint())
+    changed.append(replace(tiny, train=tiny.train[:-1]).fingerprint())
+    changed.append(replace(tiny, x=tiny.x[:, :, :, ::2].contiguous()).fingerprint())
+    assert len({before, *changed}) == 1 + len(changed), "each change gives another number"
 
 
 def write_images(folder, classes=("cat", "dog"), n=3, shade=0):
@@ -94,7 +133,7 @@ def test_cache_is_used_until_the_folder_changes(tmp_path, monkeypatch):
     assert len(list((tmp_path / "cache").iterdir())) == 1, "the old cache is gone"
 
 
-def test_cifar10_is_read_from_a_folder_where_torchvisions_files_are_absent(tmp_path):
+def test_cifar10_is_read_from_a_folder_if_torchvisions_files_are_absent(tmp_path):
     write_images(tmp_path / "cifar10" / "train")
     write_images(tmp_path / "cifar10" / "test")
     assert load("cifar10", tmp_path).x.shape == (12, 3, 32, 32)
@@ -105,7 +144,10 @@ def test_cifar10_is_read_from_a_folder_where_torchvisions_files_are_absent(tmp_p
     [
         (lambda f: f.mkdir(), "holds no images"),
         (lambda f: (write_images(f / "train"), write_images(f / "sketch")), "train, sketch|sketch, train"),
-        (lambda f: (write_images(f / "train"), write_images(f / "test", ["cat"])), "dog has images on one side"),
+        (
+            lambda f: (write_images(f / "train"), write_images(f / "test", ["cat"])),
+            "dog has images in only one of train/ and test/",
+        ),
         (lambda f: (write_images(f / "a"), (f / "a" / "cat" / "9.png").write_bytes(b"no image")), r"9\.png cannot be"),
     ],
 )
@@ -138,7 +180,7 @@ def test_torchvisions_files_are_read(tmp_path, name, folder, stem):
     assert data.train.tolist() == [0, 1, 2, 3] and data.test.tolist() == [4, 5]
 
 
-def test_a_data_set_that_cannot_be_had_says_what_to_do(tmp_path):
+def test_a_data_set_that_cannot_be_read_or_downloaded_says_what_to_do(tmp_path):
     (tmp_path / "MNIST" / "raw").mkdir(parents=True)
     for name in (
         "train-images-idx3-ubyte",
@@ -157,7 +199,7 @@ def test_windows_of_plays_are_cut_from_a_speakers_own_words_and_training_never_s
     text = "".join(f"{u}:\n{speeches[u][i]}\n\n" for i in range(10) for u in speeches)
     (tmp_path / "play.txt").write_text(text + "SERVANT:\nAy.\n")
     data = plays(tmp_path / "play.txt")
-    assert data.domains == ["JULIET", "ROMEO"], "who says too little is left out"
+    assert data.domains == ["JULIET", "ROMEO"], "a speaker with too little text is left out"
     windows = ["".join(data.classes[c] for c in [*x, y]) for x, y in zip(data.x.tolist(), data.y.tolist(), strict=True)]
     for u, speaker in enumerate(data.domains):
         said = "\n".join(speeches[speaker])

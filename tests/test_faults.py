@@ -1,7 +1,8 @@
-"""Clients whose uploads are no good, and a server that survives them."""
+"""Clients with unusable uploads, and a server that survives them."""
 
 import pytest
 import torch
+from conftest import read_rows
 
 import convex_hull_select
 import entropy_weighting
@@ -9,8 +10,8 @@ import fedavg
 import fediir
 import minimax_select
 import uefl
-from common import UserError, run
-from common.train import Trainer, get_weights
+from common import UserError
+from common.train import Trainer, get_weights, local_solver
 
 SKEWED = (
     "--model cnn --width 0.25 --clients 10 --participating 10 --partition iid --local-epochs 3 --lr 0.3 --rounds 12 "
@@ -29,20 +30,23 @@ LEARN = {
 
 @pytest.fixture
 def poison(monkeypatch):
-    """poison(client, value): from now on what this client learns is this value, wherever it trains."""
-    train = Trainer._train
+    """poison(clients, value): from now on, one weight of these clients has this value after their training."""
+    local_updates = Trainer.local_updates
 
-    def poison_client(bad, value):
-        def poisoned(self, model, samples, round, client, *args):
-            loss = train(self, model, samples, round, client, *args)
-            if client in bad:
-                with torch.no_grad():
-                    next(model.parameters()).view(-1)[0] = value
-            return loss
+    def poison_clients(bad, value):
+        def poisoned_updates(self, client_update, model, w, clients, samples, round, *, each=None, **others):
+            def poisoned_update(model, *args, client, **values):
+                yield from client_update(model, *args, **values)
+                if client in bad:
+                    with torch.no_grad():
+                        next(model.parameters()).view(-1)[0] = value
 
-        monkeypatch.setattr(Trainer, "_train", poisoned)
+            each = {**(each or {}), "client": range(len(samples))}
+            return local_updates(self, poisoned_update, model, w, clients, samples, round, each=each, **others)
 
-    return poison_client
+        monkeypatch.setattr(Trainer, "local_updates", poisoned_updates)
+
+    return poison_clients
 
 
 @pytest.mark.parametrize("method", LEARN)
@@ -50,7 +54,7 @@ def test_one_client_in_ten_that_returns_nan_costs_little(start, method, poison, 
     folder = start(method, LEARN[method] + " --out clean")
     poison([3], torch.nan)
     start(method, LEARN[method] + " --out poisoned")
-    clean, poisoned = (run.read_metrics(folder / name / "metrics.csv") for name in ("clean", "poisoned"))
+    clean, poisoned = read_rows(folder / "clean"), read_rows(folder / "poisoned")
     assert float(clean[-1]["id_accuracy"]) > 0.9, "there is something to lose"
     assert float(poisoned[-1]["id_accuracy"]) >= float(clean[-1]["id_accuracy"]) - 0.02
     left_out = sum(int(row["left_out"]) for row in poisoned)
@@ -59,36 +63,83 @@ def test_one_client_in_ten_that_returns_nan_costs_little(start, method, poison, 
     assert all("3" not in row["selected"].split() for row in poisoned)
 
 
-def test_a_classifier_gradient_that_is_nan_is_left_out(start, monkeypatch):
-    gradients = fediir.client_gradients
+@pytest.fixture
+def poison_gradients(monkeypatch):
+    """poison_gradients(rows): from now on, FedIIR's line 4 gives NaN in these rows of the selected clients."""
+    map_clients = Trainer.map_clients
 
-    def poisoned(trainer, model, w, samples):
-        found, risks = gradients(trainer, model, w, samples)
-        if len(samples) == 5:  # those of the selected, not those of all
-            found[0] = torch.nan
-        return found, risks
+    def poison_rows(rows):
+        def poisoned(self, function, model, w, clients, *args, **others):
+            found = map_clients(self, function, model, w, clients, *args, **others)
+            if function is fediir.client_gradient and len(clients) == 5:  # the selected ones, not all ten
+                found[rows, 0] = torch.nan
+            return found
 
-    monkeypatch.setattr(fediir, "client_gradients", poisoned)
-    rows = run.read_metrics(start(fediir, LEARN[fediir] + " --out run") / "run/metrics.csv")
-    assert {row["left_out"] for row in rows} == {"1"} and {len(row["selected"].split()) for row in rows} == {4}
-    assert float(rows[-1]["id_accuracy"]) > 0.9
+        monkeypatch.setattr(Trainer, "map_clients", poisoned)
+
+    return poison_rows
+
+
+def test_a_classifier_gradient_that_is_nan_is_left_out(start, poison_gradients):
+    poison_gradients([0])
+    found = read_rows(start(fediir, LEARN[fediir] + " --out run") / "run")
+    assert {row["left_out"] for row in found} == {"1"} and {len(row["selected"].split()) for row in found} == {4}
+    assert float(found[-1]["id_accuracy"]) > 0.9
+
+
+def test_no_classifier_gradient_can_be_used(start, poison_gradients):
+    poison_gradients(range(5))
+    with pytest.raises(UserError, match="diverged in round 1: lower --lr"):
+        start(fediir, LEARN[fediir] + " --out run")
 
 
 def test_nobodys_upload_can_be_used(start, poison):
     poison(range(10), torch.inf)
-    for method in (fedavg, minimax_select):
+    for method in LEARN:
         with pytest.raises(UserError, match="lower --lr"):
             start(method, f"{LEARN[method]} --out {method.__name__}")
 
 
-def test_who_is_left_out(tiny, trainer, poison):
-    poison([1], torch.nan)
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
-    samples = list(tiny.train.split(40))
-    who, updates, losses = trainer.local_updates(model, get_weights(model), torch.tensor([0, 1, 2]), samples, 1)
-    assert who.tolist() == [0, 2] and len(updates) == len(losses) == 2 and trainer.left_out == 1
-    alone = trainer.local_updates(model, get_weights(model), torch.tensor([2]), samples, 1)[1]
-    assert updates.isfinite().all() and alone.isfinite().all()
+@pytest.fixture
+def linear():
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_client_with_an_update_that_is_not_finite_is_left_out(tiny, trainer, poison, linear, value):
+    w, samples = get_weights(linear), list(tiny.train.split(40))
+    _, expected, expected_losses = trainer.local_updates(local_solver, linear, w, torch.arange(3), samples, 1)
+    poison([1], value)
+    ids, updates, losses = trainer.local_updates(local_solver, linear, w, torch.tensor([0, 1, 2]), samples, 1)
+    assert ids.tolist() == [0, 2] and trainer.left_out == 1
+    assert torch.equal(updates, expected[[0, 2]]) and torch.equal(losses, expected_losses[[0, 2]])
+
+
+def test_a_client_with_a_loss_that_is_not_finite_is_left_out(tiny, trainer, linear):
+    def client_update(model, w, batches, optimizer, autocast, factor):
+        for loss in local_solver(model, w, batches, optimizer, autocast):
+            yield loss * factor
+
+    w, samples, each = get_weights(linear), list(tiny.train.split(40)), {"factor": [1.0, 1.0, torch.nan]}
+    ids, updates, _ = trainer.local_updates(client_update, linear, w, torch.tensor([2, 1]), samples, 1, each=each)
+    assert ids.tolist() == [1] and len(updates) == 1 and updates.isfinite().all() and trainer.left_out == 1
+
+
+def test_too_few_usable_uploads_are_an_error(tiny, trainer, poison, linear):
+    poison([0, 1], torch.nan)
+    w, samples = get_weights(linear), list(tiny.train.split(40))
+
+    def train(clients, needed):
+        clients = torch.tensor(clients)
+        return trainer.local_updates(local_solver, linear, w, clients, samples, 7, needed=needed)
+
+    assert train([0, 2], 1)[0].tolist() == [2]
+    with pytest.raises(UserError, match="training diverged in round 7: lower --lr"):
+        train([0, 2], 2)
+    with pytest.raises(UserError, match="training diverged in round 7: lower --lr"):
+        train([0, 1], 1)
+    ids, updates, losses = train([0, 1], 0)
+    assert len(ids) == len(losses) == 0 and updates.shape == (0, len(w))
 
 
 GLYPHS = "--clients 10 --participating 10 --partition iid --local-epochs 2 --width 0.5 --rounds 8 "
@@ -96,7 +147,7 @@ FONTS = "--clients 10 --no-compare "
 LEARN_GLYPHS = {
     **dict.fromkeys([fedavg, entropy_weighting, minimax_select], GLYPHS + "--sample 5"),
     convex_hull_select: GLYPHS + "--hull-dim 2",
-    fediir: FONTS + "--sample 5 --rounds 12 --validate-every 1",
+    fediir: FONTS + "--sample 5 --rounds 12 --evaluate-every 1",
     uefl: FONTS
     + "--partition iid --participating 10 --sample 5 --local-epochs 3 --rounds 5 --later-rounds 3 --iterations 2",
 }
@@ -111,7 +162,7 @@ def test_on_glyphs_a_client_that_returns_nan_costs_at_most_two_points(method, po
             poison([3], torch.nan)
         monkeypatch.setattr("sys.argv", [f"{method.__name__}.py"])
         method.main([*LEARN_GLYPHS[method].split(), "--out", str(tmp_path / name)])
-        rows = run.read_metrics(tmp_path / name / "metrics.csv")
+        rows = read_rows(tmp_path / name)
         accuracy[name] = sum(float(row["id_accuracy"]) for row in rows[-3:]) / 3
     print(f"{method.__name__}: {accuracy['clean']:.3f} clean, {accuracy['poisoned']:.3f} with one client in ten NaN")
     assert accuracy["poisoned"] >= accuracy["clean"] - 0.02

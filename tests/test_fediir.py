@@ -1,18 +1,20 @@
-import csv
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from test_fedavg import rows
+import torchvision
+from conftest import read_rows
 
 import fedavg
 import fediir
-from common import UserError
+from common import UserError, flags, random_at
 from common.models import Classifier
-from common.train import get_weights
-from fediir import alignment, classifier_gradient, fediir_loss, moving_average
+from common.splits import draw
+from common.train import get_weights, set_weights
+from fediir import client_gradient, cosines, fediir_loss, moving_average, risk_and_gradient
 
 CUT = (
     "--model convnet --width 0.1 --test-domain dark --clients 4 --sample 2 --local-epochs 1 "
@@ -30,23 +32,40 @@ def small():
     return model, torch.randn(7, 4, dtype=torch.float64), torch.randint(0, 3, (7,))
 
 
+def loss_of(model, x, y, global_gradient, gamma):
+    return fediir_loss(model.features, model.classifier, x, y, global_gradient, gamma)
+
+
+def gradient_of(model, x, y):
+    return risk_and_gradient(model.classifier, model.features(x), y)[1].detach()
+
+
+def finite_difference(function, p, i, step):
+    """The derivative of function() with respect to p's number i."""
+    flat = p.detach().view(-1)  # shares its memory with p
+    before = flat[i].item()
+    flat[i] = before + step
+    above = function().item()
+    flat[i] = before - step
+    below = function().item()
+    flat[i] = before
+    return (above - below) / (2 * step)
+
+
+# ------------------------------------------------------------------------------------- the pieces that people copy
+
+
 def test_the_local_gradient_is_that_of_finite_differences(small):
     model, x, y = small
     parameters = list(model.parameters())
     g = torch.randn(sum(p.numel() for p in model.classifier.parameters()), dtype=torch.float64)
-    gradient = torch.autograd.grad(fediir_loss(model, x, y, g, 3.0), parameters)
+    gradient = torch.autograd.grad(loss_of(model, x, y, g, 3.0), parameters)
     without = torch.autograd.grad(F.cross_entropy(model(x), y), parameters)
     for p, exact, plain in zip(parameters, gradient, without, strict=True):
         assert not torch.allclose(exact, plain, atol=1e-4), "the penalty reaches every parameter"
         for i in range(0, p.numel(), 3):
-            losses = []
-            for step in (1e-5, -1e-5):
-                with torch.no_grad():
-                    p.view(-1)[i] += step
-                losses.append(fediir_loss(model, x, y, g, 3.0).item())
-                with torch.no_grad():
-                    p.view(-1)[i] -= step
-            assert exact.view(-1)[i].item() == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-5, abs=1e-8)
+            expected = finite_difference(lambda: loss_of(model, x, y, g, 3.0), p, i, 1e-5)
+            assert exact.view(-1)[i].item() == pytest.approx(expected, rel=1e-5, abs=1e-8)
 
 
 def test_the_classifiers_gradient_has_the_closed_form_of_softmax_regression():
@@ -56,47 +75,88 @@ def test_the_classifiers_gradient_has_the_closed_form_of_softmax_regression():
     z = model.features(x)
     residual = (z @ model.classifier.weight.T + model.classifier.bias).softmax(1) - F.one_hot(y, 3)
     closed = torch.cat([(residual.T @ z / 7).flatten(), residual.mean(0)])
-    gradient, risk = classifier_gradient(model, x, y)
-    assert torch.allclose(gradient, closed) and risk.item() == pytest.approx(F.cross_entropy(model(x), y).item())
-    penalty = fediir_loss(model, x, y, torch.zeros(18, dtype=torch.float64), 0.5) - risk
+    risk, gradient = risk_and_gradient(model.classifier, z, y)
+    assert torch.allclose(gradient, closed) and not gradient.requires_grad
+    assert risk.item() == pytest.approx(F.cross_entropy(model(x), y).item())
+    penalty = loss_of(model, x, y, torch.zeros(18, dtype=torch.float64), 0.5) - risk
     assert penalty.item() == pytest.approx(0.25 * closed.square().sum().item())
 
 
-def test_the_penalty_is_nil_where_gradients_are_aligned_and_grows_with_the_gap(small):
+def test_the_penalty_is_zero_for_aligned_gradients_and_grows_with_their_distance(small):
     model, x, y = small
-    own, risk = classifier_gradient(model, x, y)
+    own, risk = gradient_of(model, x, y), F.cross_entropy(model(x), y)
     direction = F.normalize(torch.randn_like(own), dim=0)
-    penalties = [(fediir_loss(model, x, y, own + gap * direction, 2.0) - risk).item() for gap in (0.0, 0.5, 1.0)]
+    penalties = [(loss_of(model, x, y, own + gap * direction, 2.0) - risk).item() for gap in (0.0, 0.5, 1.0)]
     assert penalties == pytest.approx([0.0, 0.25, 1.0])
 
 
 def test_training_on_the_penalty_aligns_gradients(small):
     model, x, y = small
-    other = classifier_gradient(model, torch.randn_like(x), y)[0]
-    before = (classifier_gradient(model, x, y)[0] - other).norm()
+    other = gradient_of(model, torch.randn_like(x), y)
+    before = (gradient_of(model, x, y) - other).norm()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(50):
         optimizer.zero_grad()
-        (fediir_loss(model, x, y, other, 10.0) - F.cross_entropy(model(x), y)).backward()
+        (loss_of(model, x, y, other, 10.0) - F.cross_entropy(model(x), y)).backward()
         optimizer.step()
-    assert (classifier_gradient(model, x, y)[0] - other).norm() < 0.5 * before
+    assert (gradient_of(model, x, y) - other).norm() < 0.5 * before
 
 
-def test_no_backward_pass_goes_through_the_features(small):
+@pytest.mark.parametrize("shape", [(57, 1), (1,), (), (1, 57), (58,)])
+def test_a_global_gradient_of_another_shape_is_refused(small, shape):
     model, x, y = small
-    model.features.register_full_backward_hook(lambda *_: pytest.fail("went through"))
-    classifier_gradient(model, x.requires_grad_(), y)
+    assert len(gradient_of(model, x, y)) == 57
+    with pytest.raises(ValueError, match=r"not \(57,\)"):
+        loss_of(model, x, y, torch.zeros(shape, dtype=torch.float64), 1.0)
 
 
-def test_the_mean_of_equal_clients_gradients_is_the_gradient_of_their_pooled_risk(tiny, trainer):
-    model = Classifier(nn.Flatten(), nn.Linear(64, 3))
-    w, halves = get_weights(model), [tiny.train[:60], tiny.train[60:]]
-    gradients, risks = fediir.client_gradients(trainer, model, w, [*halves, tiny.train.repeat(20)])
-    pooled = F.cross_entropy(model(trainer.batch(tiny.train)), trainer.y[tiny.train])
-    pooled_gradient = torch.cat([g.flatten() for g in torch.autograd.grad(pooled, list(model.parameters()))])
-    assert torch.allclose(gradients[:2].mean(0), pooled_gradient, atol=1e-6)
-    assert torch.allclose(gradients[2], pooled_gradient, atol=1e-6), "also where the samples need several chunks"
-    assert risks[2].item() == pytest.approx(pooled.item(), rel=1e-5)
+def test_frozen_parameters_of_the_classifier_do_not_count(small):
+    model, x, y = small
+    first, last = model.classifier[0], model.classifier[2]
+    first.requires_grad_(False)
+    loss = F.cross_entropy(model(x), y)
+    trained = torch.cat([g.flatten() for g in torch.autograd.grad(loss, [last.weight, last.bias])])
+    g = torch.randn(6 * 3 + 3, dtype=torch.float64)
+    found = loss_of(model, x, y, g, 2.0)
+    assert found.item() == pytest.approx((F.cross_entropy(model(x), y) + (trained - g).square().sum()).item())
+    found.backward()
+    assert first.weight.grad is None and first.bias.grad is None
+    weight = model.features[0].weight
+    expected = finite_difference(lambda: loss_of(model, x, y, g, 2.0), weight, 0, 1e-5)
+    assert weight.grad.view(-1)[0].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_it_works_for_a_model_of_torchvision_with_layers_between_features_and_classifier():
+    torch.manual_seed(0)
+    net = torchvision.models.vgg11(init_weights=False, dropout=0.0)
+    net.classifier[0], net.classifier[3], net.classifier[6] = nn.Linear(512 * 49, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+    net = net.double()
+    features = nn.Sequential(net.features, net.avgpool, nn.Flatten(1))
+    x, y = torch.randn(2, 3, 32, 32, dtype=torch.float64), torch.tensor([0, 2])
+    g = torch.randn(sum(p.numel() for p in net.classifier.parameters()), dtype=torch.float64) / 100
+
+    def expected():
+        risk = F.cross_entropy(net(x), y)
+        gradient = torch.autograd.grad(risk, list(net.classifier.parameters()))
+        return risk + 2 * (torch.cat([part.flatten() for part in gradient]) - g).square().sum()
+
+    found = fediir_loss(features, net.classifier, x, y, g, 4.0)
+    assert found.item() == pytest.approx(expected().item())
+    found.backward()
+    for p in (net.features[18].weight, net.classifier[0].weight, net.classifier[6].bias):
+        i = p.grad.abs().argmax().item()
+        assert p.grad.view(-1)[i].item() == pytest.approx(finite_difference(expected, p, i, 1e-6), rel=1e-4)
+    assert all(p.grad is not None and p.grad.any() for p in net.parameters())
+
+
+def test_under_autocast_gradients_are_in_full_precision(small):
+    model, x, y = small
+    z = model.features(x).detach().bfloat16()
+    classifier = model.classifier.float()
+    risk, gradient = risk_and_gradient(classifier, z.float(), y)
+    with torch.autocast("cpu", torch.bfloat16):
+        again, found = risk_and_gradient(classifier, z, y)
+    assert found.dtype == torch.float32 and torch.equal(found, gradient) and risk == again
 
 
 def test_moving_average_on_a_worked_sequence():
@@ -106,47 +166,128 @@ def test_moving_average_on_a_worked_sequence():
     assert torch.allclose(g, torch.tensor([0.1 * 0.9 * 0.9 + 0.1 * 0.9, 0.9]))
 
 
-def test_alignment_is_the_cosine():
-    found = alignment(torch.tensor([[1.0, 0.0], [5.0, 5.0], [-2.0, 0.0]]))
+def test_cosines_on_a_worked_example():
+    found = cosines(torch.tensor([[1.0, 0.0], [5.0, 5.0], [-2.0, 0.0]]))
     half = math.sqrt(0.5)
     assert torch.allclose(found, torch.tensor([[1, half, -1], [half, 1, -half], [-1, -half, 1]]))
 
 
+# ---------------------------------------------------------------------------------------------- what a client does
+
+
+def test_a_clients_gradient_takes_no_backward_pass_through_the_features(small):
+    model, x, y = small
+    needs_a_backward_pass = []
+    model.features.register_forward_hook(lambda *call: needs_a_backward_pass.append(call[-1].requires_grad))
+    model.features.register_full_backward_hook(lambda *_: pytest.fail("the backward pass reached the features"))
+    found = client_gradient(model, [(x.requires_grad_(), y)], nullcontext)
+    assert len(found) == 57 + 1 and not found.requires_grad
+    assert needs_a_backward_pass == [False], "the features keep nothing for one"
+
+
+@pytest.mark.parametrize("chunk", [250, 7])
+def test_the_mean_of_equal_clients_gradients_is_the_gradient_of_their_pooled_risk(tiny, trainer, chunk):
+    trainer.chunk = chunk
+    model = Classifier(nn.Flatten(), nn.Linear(64, 3))
+    samples = [tiny.train[:60], tiny.train[60:], tiny.train.repeat(20)]
+    found = trainer.map_clients(client_gradient, model, get_weights(model), torch.arange(3), samples)
+    gradients, risks = found[:, :-1], found[:, -1]
+    x, y = trainer.batch(tiny.train)
+    pooled = F.cross_entropy(model(x), y)
+    pooled_gradient = torch.cat([g.flatten() for g in torch.autograd.grad(pooled, list(model.parameters()))])
+    assert torch.allclose(gradients[:2].mean(0), pooled_gradient, atol=1e-6)
+    assert torch.allclose(gradients[2], pooled_gradient, atol=1e-6), "also if the samples need several chunks"
+    assert risks[:2].mean().item() == pytest.approx(pooled.item(), rel=1e-5)
+    assert risks[2].item() == pytest.approx(pooled.item(), rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------- whole runs
+
+
+def classifier_gradient_by_hand(model, w, samples, trainer):
+    set_weights(model, w)
+    risk = F.cross_entropy(model.eval()(trainer.x[samples].float() / 127.5 - 1), trainer.y[samples])
+    return risk.item(), torch.cat([g.flatten() for g in torch.autograd.grad(risk, list(model.classifier.parameters()))])
+
+
+def local_training_by_hand(model, w, samples, trainer, t, k, g, gamma):
+    """Lines 6 to 12, by their definition: one epoch of plain gradient steps on R + gamma/2 ||grad_omega R - g||^2."""
+    set_weights(model, w)
+    model.train()
+    order = samples[torch.from_numpy(random_at(0, "batches", t, k).permutation(len(samples)))]
+    for batch in order.split(10):
+        risk = F.cross_entropy(model(trainer.x[batch].float() / 127.5 - 1), trainer.y[batch])
+        omega = torch.autograd.grad(risk, list(model.classifier.parameters()), create_graph=True)
+        loss = risk + gamma / 2 * (torch.cat([part.flatten() for part in omega]) - g).square().sum()
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for p, gradient in zip(model.parameters(), gradients, strict=True):
+                p -= 0.05 * gradient
+    return get_weights(model)
+
+
+def test_three_rounds_are_algorithm_1_by_hand(start):
+    three = CUT + "--rounds 3 --gamma 2 --ema 0.5 --server-lr 0.8 --precision float32 "
+    folder = start(fediir, three + "--no-compare --out run") / "run"
+    args = flags.parse(fediir.__doc__, fediir.SETTINGS, fediir.own_flags, three.split())
+    _, clients, model, trainer = flags.prepare(args)
+    w, g = get_weights(model), 0.0
+    for t, row in enumerate(read_rows(folder), 1):
+        selected = draw(clients.ids, 2, random_at(0, "select", t)).tolist()
+        found = [classifier_gradient_by_hand(model, w, clients.train[k], trainer) for k in selected]
+        risk, mean = sum(risk for risk, _ in found) / 2, sum(gradient for _, gradient in found) / 2
+        g = 0.5 * g + 0.5 * mean
+        ends = [local_training_by_hand(model, w, clients.train[k], trainer, t, k, g, 2.0) for k in selected]
+        w = w + 0.8 * (sum(ends) / 2 - w)
+        penalty = sum((gradient - g).square().sum().item() for _, gradient in found) / 2
+        spread = sum((gradient - mean).square().sum().item() for _, gradient in found) / 2
+        assert row["selected"] == " ".join(map(str, selected))
+        assert float(row["penalty"]) == pytest.approx(penalty, rel=1e-3)
+        assert float(row["penalty_share"]) == pytest.approx(penalty / (penalty + risk), rel=1e-3)
+        assert float(row["gradient_spread"]) == pytest.approx(spread, rel=1e-3)
+    state = torch.load(folder / "checkpoint.pt")["state"]
+    assert torch.allclose(state["w"], w, atol=1e-5) and torch.allclose(state["g"], g, atol=1e-5)
+
+
 def test_gamma_0_is_fedavg(start):
-    folder = start(fediir, CUT + "--gamma 0 --no-compare --validate-every 1 --out fediir")
-    start(fedavg, CUT + "--partition domain --weighting equal --out fedavg")
-    mine, theirs = (torch.load(folder / name / "checkpoint.pt")["w"] for name in ("fediir", "fedavg"))
+    folder = start(fediir, CUT + "--gamma 0 --evaluate-every 1 --out fediir")
+    start(fedavg, CUT + "--partition domain --weighting equal --evaluate-every 1 --out fedavg")
+    mine, theirs = (torch.load(folder / name / "checkpoint.pt")["state"]["w"] for name in ("fediir", "fedavg"))
     assert torch.equal(mine, theirs)
     for column in ("train_loss", "id_accuracy", "ood_accuracy", "selected"):
-        assert [r[column] for r in rows(folder / "fediir")] == [r[column] for r in rows(folder / "fedavg")]
+        found = [row[column] for row in read_rows(folder / "fediir")]
+        assert found == [row[column] for row in read_rows(folder / "fedavg")] and all(found)
 
 
 def test_the_chosen_model_is_the_first_with_the_best_validation_accuracy(start, capsys):
-    folder = start(fediir, CUT + "--validate-every 1 --out run --rounds 6 --gamma 0.1") / "run"
-    found = rows(folder)
-    validation = [float(r["id_accuracy"]) for r in found]
+    folder = start(fediir, CUT + "--evaluate-every 1 --out run --rounds 6 --gamma 0.1") / "run"
+    found = read_rows(folder)
+    validation = [float(row["id_accuracy"]) for row in found]
     best = validation.index(max(validation))
-    state = torch.load(folder / "checkpoint.pt")
+    state = torch.load(folder / "checkpoint.pt")["state"]
     assert state["chosen"]["round"] == best + 1
-    table = capsys.readouterr().out
-    assert f"{float(found[best]['ood_accuracy']):.4f}" in table and "FedAvg" in table
+    header, fediir_row, fedavg_row, _ = capsys.readouterr().out.splitlines()[-4:]
+    assert "ID (validation)" in header and "OOD" in header
+    accuracies = [f"{float(value):.4f}" for value in (found[best]["id_accuracy"], found[best]["ood_accuracy"])]
+    assert fediir_row.split()[:5] == ["FedIIR", "dark", str(best + 1), *accuracies]
+    assert fediir_row.split()[5] == f"{float(found[-1]['ood_accuracy']):.4f}"
+    assert fedavg_row.split()[0] == "FedAvg"
     saved = torch.load(folder / "model.pt")
     assert torch.equal(torch.cat([t.flatten() for t in saved.values()]), state["best_w"])
     assert {f.name for f in folder.iterdir()} >= {"curves.png", "alignment.png", "partition.png", "fedavg"}
-    for r in found:
-        assert 0 < float(r["penalty_share"]) < 1 and float(r["gradient_spread"]) > 0
+    for row in found:
+        assert 0 < float(row["penalty_share"]) < 1 and float(row["gradient_spread"]) > 0
 
 
 def test_each_domain_is_left_out_in_turn(start, capsys):
     folder = start(fediir, CUT + "--test-domain all --no-compare --out all --rounds 1") / "all"
-    accuracies = []
-    for domain in ("light", "dark"):
-        with open(folder / domain / "metrics.csv", newline="") as f:
-            accuracies.append(float(next(csv.DictReader(f))["ood_accuracy"]))
-    assert f"{sum(accuracies) / 2:.4f}" in capsys.readouterr().out.splitlines()[-2]
+    accuracies = [float(read_rows(folder / domain)[0]["ood_accuracy"]) for domain in ("light", "dark")]
+    mean = capsys.readouterr().out.splitlines()[-2].split()
+    assert mean[:2] == ["FedIIR", "mean"]
+    assert mean[-2:] == [f"{sum(accuracies) / 2:.4f}"] * 2, "the only round is the chosen one and the last one"
 
 
-def test_all_domains_go_on_where_they_stopped(start, start_and_stop):
+def test_all_domains_continue_from_where_they_stopped(start, start_and_stop):
     folder = start(fediir, CUT + "--test-domain all --no-compare --out whole")
     start_and_stop(fediir, CUT + "--test-domain all --no-compare --out cut", 2, "dark")
     start(fediir, "--resume cut")
@@ -159,15 +300,25 @@ def test_a_domain_must_be_named(start):
         start(fediir, "--dataset shakespeare --model charrnn")
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_end(start, start_and_stop):
+@pytest.mark.parametrize(("round", "stopped"), [(1, "cut"), (3, "cut"), (4, "cut"), (2, "fedavg")])
+def test_a_stopped_run_continues_to_the_same_end(start, start_and_stop, round, stopped):
     folder = start(fediir, CUT + "--out whole")
-    start_and_stop(fediir, CUT + "--out cut", 3, "cut")
+    start_and_stop(fediir, CUT + "--out cut", round, stopped)
     start(fediir, "--resume cut")
     for name in ("model.pt", "fedavg/model.pt"):
         assert (folder / "cut" / name).read_bytes() == (folder / "whole" / name).read_bytes()
+    for name in ("", "fedavg"):
+        cut, whole = ([{**row, "seconds": ""} for row in read_rows(folder / run / name)] for run in ("cut", "whole"))
+        assert cut == whole
 
 
-def test_it_is_validated_now_and_then_and_after_the_last_round(start):
-    found = rows(start(fediir, CUT + "--rounds 5 --validate-every 2 --no-compare --out run") / "run")
-    assert [r["round"] for r in found if r["id_accuracy"]] == ["2", "4", "5"]
-    assert all(bool(r["id_accuracy"]) == bool(r["ood_accuracy"]) for r in found)
+def test_rounds_are_evaluated_at_intervals_and_after_the_last_round(start):
+    found = read_rows(start(fediir, CUT + "--rounds 5 --evaluate-every 2 --no-compare --out run") / "run")
+    assert [row["round"] for row in found if row["id_accuracy"]] == ["2", "4", "5"]
+    assert all(bool(row["id_accuracy"]) == bool(row["ood_accuracy"]) for row in found)
+
+
+@pytest.mark.parametrize("flag", ["--compare", "--ema 0.5"])
+def test_flags_of_the_penalty_have_no_effect_with_gamma_0(start, flag):
+    with pytest.raises(UserError, match=f"{flag.split()[0]} has no effect here: --gamma 0 is FedAvg"):
+        start(fediir, CUT + f"--gamma 0 {flag} --out run")

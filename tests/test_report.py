@@ -1,4 +1,4 @@
-"""python -m common.report: what it counts, what it says of it, and that the pages say what the runs gave."""
+"""results/report.py: its numbers, its words, its mistakes, and whether the committed pages agree with the runs."""
 
 import json
 import shutil
@@ -7,15 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common import UserError, report
+from common import UserError
+from results import report
 
 ROOT = Path(__file__).parents[1]
 
 
-def make_run(folder: Path, accuracies: list[float], seed: int = 0, method: str = "fedavg", **flags) -> Path:
+def make_run(folder: Path, accuracies: list[float], seed: int = 0, method: str = "fedavg", name="", **flags) -> Path:
+    """A run with these accuracies. It is finished, unless `rounds` asks for more."""
     folder.mkdir(parents=True)
-    about = {"method": method, "flags": {"seed": seed, "out": str(folder), "lr": 0.1, **flags}}
-    (folder / "args.json").write_text(json.dumps(about))
+    flags = {"seed": seed, "out": str(folder), "lr": 0.1, "rounds": len(accuracies), **flags}
+    (folder / "args.json").write_text(json.dumps({"method": method, "name": name, "flags": flags}))
     rows = [f"{t},{accuracy},{1 - accuracy}" for t, accuracy in enumerate(accuracies, start=1)]
     (folder / "metrics.csv").write_text("\n".join(["round,id_accuracy,ood_accuracy", *rows, ""]))
     return folder
@@ -23,7 +25,7 @@ def make_run(folder: Path, accuracies: list[float], seed: int = 0, method: str =
 
 @pytest.fixture
 def page(tmp_path):
-    """A page with a table of two rows, two seeds each, beside a paper's."""
+    """A page with a table of two rows and two seeds, and the paper's numbers."""
     make_run(tmp_path / "runs" / "random" / "0", [0.1, 0.3, 0.5])
     make_run(tmp_path / "runs" / "random" / "1", [0.1, 0.5, 0.5], seed=1)
     make_run(tmp_path / "runs" / "hull" / "0", [0.2, 0.8, 0.8])
@@ -34,8 +36,8 @@ def page(tmp_path):
     return page
 
 
-def test_a_table_is_built_in_place_of_the_old_one(page):
-    """The means by hand: hull's runs have 80 and 75 over the last two rounds, so 77.5 and sqrt(12.5) = 3.5."""
+def test_a_new_table_replaces_the_old_one(page):
+    """By hand: the runs of `hull` have means of 80 and 75 over the last two rounds: 77.5 and sqrt(12.5) = 3.5."""
     assert report.rebuild(page).splitlines() == [
         "Text.",
         "",
@@ -50,11 +52,11 @@ def test_a_table_is_built_in_place_of_the_old_one(page):
     ]
 
 
-def test_the_committed_pages_say_what_the_runs_gave():
+def test_the_committed_pages_agree_with_the_runs():
     pages = [ROOT / "README.md", *sorted((ROOT / "results").rglob("*.md"))]
     assert sum(page.read_text().count("<!-- table ") for page in pages) > 5
     for page in pages:
-        assert report.rebuild(page, draw=False) == page.read_text(), f"{page}: run python -m common.report results/"
+        assert report.rebuild(page, draw=False) == page.read_text(), f"{page}: run python -m results.report results/"
 
 
 def test_a_changed_number_shows_in_the_readme(tmp_path):
@@ -69,7 +71,7 @@ def test_a_changed_number_shows_in_the_readme(tmp_path):
 
 
 def test_numbers_of_a_run(tmp_path):
-    """Mean of the last, up to a round, and at the best of another column, all by hand."""
+    """The mean of the last rounds, up to a round, and at the best value of another column, all by hand."""
     runs = report.collect([make_run(tmp_path / "a", [0.1, 0.9, 0.2, 0.6])])
     assert runs.numbers("id_accuracy", last=2) == pytest.approx([40.0])
     assert runs.numbers("id_accuracy", last=2, until=3) == pytest.approx([55.0])
@@ -88,6 +90,8 @@ def test_numbers_of_a_run(tmp_path):
         ([50, 51], "50 ± 1", [40, 60], "45", "within; level with random"),
         ([50, 51], "", [40, 41], "", "above random"),
         ([50], "", [40.5], "", "+9.5 to random, one seed"),
+        ([50, np.nan], "60 ± 1", [40, 41], "45", ""),
+        ([50, 51], "60 ± 1", [40, np.nan], "45", "below"),
     ],
 )
 def test_verdicts(ours, theirs, base, their_base, said):
@@ -97,8 +101,8 @@ def test_verdicts(ours, theirs, base, their_base, said):
 
 def test_runs_that_differ_in_the_seed_alone_are_one_row(tmp_path):
     folders = [
-        make_run(tmp_path / "a", [0.5], seed=0),
-        make_run(tmp_path / "b", [0.7], seed=1),
+        make_run(tmp_path / "a", [0.5], seed=1),
+        make_run(tmp_path / "b", [0.7], seed=0),
         make_run(tmp_path / "c", [0.9], seed=0, lr=0.5),
         make_run(tmp_path / "d", [0.9], method="uefl"),
     ]
@@ -110,8 +114,9 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row(tmp_path):
     }
     assert report.compare([*folders, folders[0]]).keys() == found.keys(), "a run given twice counts once"
     assert report.compare([*folders, folders[0]])["fedavg --lr 0.1"].seeds == [0, 1]
-    older = make_run(tmp_path / "older", [0.1], method="uefl", width=2)
-    assert set(report.compare([*folders, older])) == {*found, "uefl (older)"}, "flags that only one of them has"
+    older = [make_run(tmp_path / name / "older", [0.1], method="uefl", **{name: 2}) for name in ("width", "depth")]
+    names = {*found, "uefl (older)", f"uefl ({older[1].resolve()})"}
+    assert set(report.compare([*folders, *older])) == names, "flags that only one of them has"
     assert report.show(found["fedavg --lr 0.1"].numbers("id_accuracy"), "id_accuracy") == "60.0 ± 14.1"
 
 
@@ -120,6 +125,159 @@ def test_a_comparison_leaves_a_picture(tmp_path, capsys):
     report.main([*runs, "--out", str(tmp_path / "report.png")])
     assert "15.0 ± 0.0" in capsys.readouterr().out
     assert (tmp_path / "report.png").stat().st_size > 5000
+
+
+def test_flags_are_named_as_a_user_types_them(tmp_path):
+    """Runs from before some flags were renamed have names, too."""
+    flags = [{"token_norm": True, "silos": [3, 1]}, {"token_norm": False, "silos": [3, 1]}]
+    old = [{"no_token_norm": True}, {"no_token_norm": False, "alpha": 0.5}]
+    runs = [make_run(tmp_path / str(i), [0.5], method="uefl", **f) for i, f in enumerate(flags)]
+    runs += [make_run(tmp_path / f"old{i}", [0.5], method="fedavg", **f) for i, f in enumerate(old)]
+    assert list(report.compare(runs)) == [
+        "uefl --token-norm", "uefl --no-token-norm", "fedavg --no-token-norm", "fedavg --token-norm",
+    ]  # fmt: skip
+    assert report.as_typed("silo_sizes", [3, 1]) == "--silo-sizes 3 1"
+
+
+def test_a_baseline_may_have_other_rounds_with_another_seed(tmp_path):
+    """uefl.py trains FedAvg for as many rounds as UEFL, and that depends on the seed."""
+    runs = [make_run(tmp_path / str(n), [0.5] * n, seed=n, method="uefl", name="FedAvg") for n in (3, 4)]
+    assert {name: found.seeds for name, found in report.compare(runs).items()} == {"FedAvg beside uefl": [3, 4]}
+
+
+def test_an_unfinished_run_is_named(tmp_path, page, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.rmtree(tmp_path / "runs" / "hull" / "1")
+    make_run(tmp_path / "runs" / "hull" / "1", [0.2, 0.8], seed=1, rounds=3)
+    label = "seeds 0, 1 (seed 1 unfinished: 2 of 3 rounds)"
+    assert f"| hull | {label} | 65.0 ± 21.2 |" in report.rebuild(page)
+    assert "| random | seeds 0, 1 |" in report.rebuild(page)
+    page.write_text(page.read_text().replace("last=2", "last=2 until=2"))
+    assert "| hull | seeds 0, 1 |" in report.rebuild(page), "the first two rounds are all there"
+    report.main(["runs/hull"])
+    assert f"fedavg  {label}" in capsys.readouterr().out
+    make_run(tmp_path / "runs" / "hull" / "2", [], seed=2, rounds=3)
+    report.main(["runs/hull"])
+    printed = capsys.readouterr().out
+    assert "seeds 0, 1, 2 (seed 1 unfinished: 2 of 3 rounds, seed 2 unfinished: 0 of 3 rounds)" in printed
+
+
+def test_printed_rows_are_narrow(tmp_path, monkeypatch, capsys):
+    """Long names become letters, which are explained below the table."""
+    monkeypatch.chdir(tmp_path)
+    for lr in range(28):
+        flags = {"lr": lr, "dirichlet": lr, "momentum": lr, "width": lr, "server_lr": lr, "event_threshold": lr}
+        make_run(tmp_path / "runs" / str(lr), [lr / 100], **flags, rounds=1 + lr % 2)
+    report.main(["runs", "--columns", "id_accuracy"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) < 100
+    start = next(i for i, line in enumerate(lines) if line.split()[:1] == ["A"])
+    assert lines[start].split() == ["A", "0.0"]
+    assert lines[start + 1].split() == ["B", "(unfinished)", "1.0"]
+    assert len({line.split()[0] for line in lines[start : start + 28]}) == 28, "every row has its own letter"
+    text = " ".join(line.strip() for line in lines)
+    assert "A: fedavg --lr 0 --rounds 1 --dirichlet 0 --momentum 0" in text
+    assert "(seed 0 unfinished: 1 of 2 rounds)" in text
+
+
+def test_metrics_become_typed_rows(tmp_path):
+    """As Run.rows holds them. The file may start with a byte-order mark, and its last line may be cut short."""
+    file = tmp_path / "metrics.csv"
+    file.write_bytes("\ufeffround,loss,selected,what\r\n1,,3 17,a b\r\n2,-1e-3,4,\r\n3,2".encode())
+    assert report.read_metrics(file) == [
+        {"round": 1, "loss": None, "selected": [3, 17], "what": "a b"},
+        {"round": 2, "loss": -0.001, "selected": [4], "what": None},
+    ]
+    assert isinstance(report.read_metrics(file)[0]["selected"][0], int)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"round,id_accuracy\n1,0.5\n2\n", "metrics.csv: line 3 has 1 cells"),
+        (b"round,id_accuracy\n1,0.5\n\n2,0.5\n", "metrics.csv: line 3 has 1 cells"),
+        (b"round,id_accuracy\n1,0.5,7\n", "metrics.csv: line 2 has 3 cells"),
+        (b"turn,id_accuracy\n1,0.5\n", "metrics.csv: line 2 has no number in the column `round`"),
+        (b"round,id_accuracy\nx,0.5\n", "metrics.csv: line 2 has no number in the column `round`"),
+        (b"\xff\xfe\x00\n", "metrics.csv cannot be read"),
+        (b"round,id_accuracy\n", "no round yet"),
+        (b"", "no round yet"),
+    ],
+)
+def test_damaged_metrics(tmp_path, content, says):
+    folder = make_run(tmp_path / "one", [0.5])
+    (folder / "metrics.csv").write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        report.main([str(folder), "--out", str(tmp_path / "new.png")])
+    assert not (tmp_path / "new.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("about", "says"),
+    [
+        ("{", "not the folder of a run"),
+        ("[]", "does not hold the method and the flags"),
+        ('{"flags": {"seed": 0, "rounds": 1}}', "does not hold the method and the flags"),
+        ('{"method": "fedavg"}', "does not hold the method and the flags"),
+        ('{"method": "fedavg", "flags": [0, 1]}', "does not hold the method and the flags"),
+        ('{"method": "fedavg", "flags": {"seed": 0, "rounds": null}}', "rounds is None, not a whole number"),
+        ('{"method": "fedavg", "flags": {"seed": 0}}', "rounds is None, not a whole number"),
+        ('{"method": "fedavg", "flags": {"seed": "0", "rounds": 1}}', "seed is '0', not a whole number"),
+    ],
+)
+def test_damaged_args(tmp_path, about, says):
+    folder = make_run(tmp_path / "one", [0.5])
+    (folder / "args.json").write_text(about)
+    with pytest.raises(UserError, match=says) as error:
+        report.main([str(folder), "--out", str(tmp_path / "new.png")])
+    assert "one" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_full_disk_leaves_the_old_page_and_picture(tmp_path, page, monkeypatch):
+    readme = tmp_path / "README.md"
+    readme.write_text(page.read_text() + "\n<!-- curves runs id_accuracy -->\n![Curves (mean)](curves.png)\n")
+    (tmp_path / "curves.png").write_text("old")
+    before = readme.read_text()
+
+    def full(path, *args, **kwargs):
+        with open(path, "w") as f:
+            f.write("half")
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space"):
+            report.main([str(tmp_path)])
+    assert readme.read_text() == before
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG", "the disk was full after the picture"
+    (tmp_path / "curves.png").write_text("old")
+    with monkeypatch.context() as patch:
+        patch.setattr(report.Figure, "savefig", lambda self, file, **options: full(file))
+        with pytest.raises(OSError, match="No space"):
+            report.main([str(tmp_path)])
+    assert (tmp_path / "curves.png").read_text() == "old"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["README.md", "curves.png", "page.md", "runs"]
+    report.main([str(tmp_path)])
+    assert "| hull | seeds 0, 1 | 77.5 ± 3.5 |" in readme.read_text()
+    assert readme.read_text().endswith("![Curves (mean)](curves.png)\n")
+
+
+def test_the_hull_is_drawn_from_the_rows(tmp_path):
+    """A run from before `points` was a column leaves the picture as it is."""
+    folder = make_run(tmp_path / "hull" / "0", [0.5, 0.6], method="convex_hull_select", hull_dim=2)
+    page = tmp_path / "page.md"
+    page.write_text("<!-- hull hull/0 -->\n![Hull](hull.gif)\n")
+    (tmp_path / "hull.gif").write_text("old")
+    assert report.rebuild(page) == page.read_text()
+    assert (tmp_path / "hull.gif").read_text() == "old"
+    (folder / "metrics.csv").write_text(
+        "round,id_accuracy,ood_accuracy,selected,present,points\n"
+        "1,0.5,0.4,0 1,0 1 2 3,0 0 1 0 0 1 1 1\n"
+        "2,0.6,0.5,2,2,0.5 0.5\n"
+    )
+    report.rebuild(page)
+    assert (tmp_path / "hull.gif").read_bytes()[:3] == b"GIF"
 
 
 def test_mistakes(tmp_path, page):
@@ -138,14 +296,18 @@ def test_mistakes(tmp_path, page):
             report.main(argv)
     assert (tmp_path / "there.png").read_text() == "kept"
     page.write_text("<!-- table runs id_accuracy lost=2 -->\n\n")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="does not work"):
         report.rebuild(page)
     page.write_text("<!-- table runs id_accuracy against=nobody -->\n\n")
     with pytest.raises(UserError, match="no runs of nobody"):
         report.rebuild(page)
-    (tmp_path / "one" / "args.json").write_text("{")
-    with pytest.raises(UserError, match="not the folder of a run"):
-        report.main([one, "--out", str(tmp_path / "new.png")])
+    page.write_text("<!-- curves runs id_accuracy -->\n")
+    with pytest.raises(UserError, match="no link to a picture"):
+        report.rebuild(page)
+    page.write_text("<!-- table runs id_accuracy -->\n\n")
+    (tmp_path / "runs" / "paper.csv").write_text("name,id_accuracy\nrandom,45\n")
+    with pytest.raises(UserError, match="no column `row`"):
+        report.rebuild(page)
 
 
 def test_pictures_are_numbered(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import read_rows
 
 import convex_hull_select
 import entropy_weighting
@@ -26,7 +27,7 @@ CUTS = {
 
 
 def without_times(folder):
-    rows = run.read_metrics(folder / "metrics.csv")
+    rows = read_rows(folder)
     return [{c: v for c, v in row.items() if c != "seconds"} for row in rows]
 
 
@@ -50,9 +51,9 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(start, start_and_stop, m
 
 def test_a_resumed_runs_clock_goes_on(start):
     folder = start(fedavg, CUTS[fedavg] + "--out run")
-    before = run.read_metrics(folder / "run/metrics.csv")
+    before = read_rows(folder / "run")
     start(fedavg, "--resume run")
-    assert run.read_metrics(folder / "run/metrics.csv") == before, "there was nothing left to do"
+    assert read_rows(folder / "run") == before, "there was nothing left to do"
 
 
 def test_divergence_is_named(start, capsys):
@@ -88,7 +89,7 @@ MISTAKES = [
     (fedavg, "--rounds many", "'many' is not a whole number"),
     (fedavg, "--lr nan", "--lr: nan is out of range"),
     (fedavg, "--roudns 3", "--roudns"),
-    (fedavg, "--clients 40 --participating 50", "50 of 40 clients"),
+    (fedavg, "--clients 40 --participating 50", "50 of 40 clients cannot participate"),
     (fedavg, "--participating 40 --sample 50", "--sample 50: only 40 clients participate"),
     (fedavg, "--clients 5000", "lower --clients"),
     (fedavg, "--test-domain gothic", "no domain 'gothic' in glyphs: give one of sans, serif"),
@@ -116,11 +117,10 @@ MISTAKES = [
     (fedavg, "--rounds 1e3", "'1e3' is not a whole number"),
     (fedavg, "--rounds", "--rounds: expected one argument"),
     (fedavg, "--lr inf", "--lr: inf is out of range"),
-    (fedavg, "--cuda-graphs --device cpu", "--cuda-graphs needs a GPU"),
     (fedavg, "--momentum 1", "between 0 and 0.999"),
     (fedavg, "--seed -1", "--seed: -1 is out of range"),
     (fedavg, "--participating 0", "--participating: 0 is out of range"),
-    (fedavg, "--alpha 0", "--alpha: 0 is out of range: above 0"),
+    (fedavg, "--dirichlet 0", "--dirichlet: 0 is out of range: above 0"),
     (fedavg, "--rotate left", "'left' is not a number"),
     (fedavg, "--rotate 0 nan", "--rotate: nan is out of range"),
     (fedavg, "--seed 99999999999999999999 --rotate 0 90", "--seed: 99999999999999999999 is out of range"),
@@ -133,19 +133,19 @@ MISTAKES = [
     (fedavg, "--precision float16", "--precision"),
     (fedavg, "--selection best", "--selection"),
     (fedavg, "--out ", "--out: is empty"),
-    (fedavg, "--resume other --out new", "--out does not apply: --resume goes on in its own folder"),
-    (fedavg, "--silos 3 1 1", "--silos does not apply: it needs --partition silos"),
-    (fedavg, "--silo-size 9", "--silo-size does not apply"),
-    (fedavg, "--optimizer adam --momentum 0.9", "--momentum does not apply"),
-    (fedavg, "--image-size 64", "--image-size does not apply: glyphs comes in its own size"),
-    (fedavg, "--model resnet18 --width 0.5", "--width does not apply"),
-    (fedavg, "--partition iid --alpha 0.5", "--alpha does not apply"),
+    (fedavg, "--resume other --out new", "--out has no effect here: --resume continues in its own folder"),
+    (fedavg, "--silos 3 1 1", "--silos has no effect here: it needs --partition silos"),
+    (fedavg, "--silo-size 9", "--silo-size has no effect here"),
+    (fedavg, "--optimizer adam --momentum 0.9", "--momentum has no effect here"),
+    (fedavg, "--image-size 64", "--image-size has no effect here: glyphs has its own size"),
+    (fedavg, "--model resnet18 --width 0.5", "--width has no effect here"),
+    (fedavg, "--partition iid --dirichlet 0.5", "--dirichlet has no effect here"),
     (fedavg, "--partition domain --clients 3", "--clients 3 is fewer than the 5 domains"),
     (fedavg, "--partition speaker --clients 100", "only 5 domains have 10 samples or more; lower --clients"),
-    (fedavg, "--pretrained weights.pt --model resnet18", "no weights of resnet18 to be had from weights.pt"),
+    (fedavg, "--pretrained weights.pt --model resnet18", "the weights of resnet18 cannot be had from weights.pt"),
     (fedavg, "--dataset full/notes.txt", "no speaker has enough text"),
     (fedavg, "--dataset full", "holds no images"),
-    (fedavg, "--dataset mixed", "must hold either train/ and test/ or one folder a domain"),
+    (fedavg, "--dataset mixed", "must hold either train/ and test/ or one folder per domain"),
     (fedavg, "--dataset broken --partition domain", "1.png cannot be read as an image"),
     (fedavg, "--dataset plays.json", "cannot be read as plays or as LEAF's JSON"),
     (fedavg, "--resume torn", "no run to resume"),
@@ -153,15 +153,23 @@ MISTAKES = [
     (entropy_weighting, "--tv -1", "--tv: -1 is out of range"),
     (entropy_weighting, "--label-noise 0.5", "--label-noise: expected 2 arguments"),
     (minimax_select, "--churn 1", "--churn: 1 is out of range"),
-    (minimax_select, "--sketch 100 --event-threshold 0.1", "choose one of them"),
+    (minimax_select, "--sketch 100 --event-threshold 0.1", "a --sketch does not keep old updates"),
     (convex_hull_select, "--draw 41", "--draw 41: only 40 clients participate"),
     (convex_hull_select, "--hull-dim 9", "--hull-dim: 9 is out of range: between 1 and 8"),
     (fediir, "--test-domain arial", "no domain 'arial' in glyphs: give one of"),
     (fediir, "--gamma -0.1", "--gamma: -0.1 is out of range"),
     (fediir, "--dataset broken", "--test-domain is missing"),
     (uefl, "--iterations 0", "--iterations: 0 is out of range"),
-    (uefl, "--clients 9", "--clients does not apply: --silos says how many there are"),
+    (uefl, "--clients 9", "--clients has no effect here: --silos says how many there are"),
     (uefl, "--partition domain --rotate 0 0", "names an angle twice"),
+    (uefl, "--codebook-size 0 --segments 7", "--segments has no effect here: there is no codebook"),
+    (uefl, "--ensemble 2 --passes 3", "--passes has no effect here: the members of an --ensemble"),
+    (fediir, "--gamma 0 --ema 0.5", "--ema has no effect here: --gamma 0 is FedAvg"),
+    (convex_hull_select, "--sample 3", "--sample has no effect here: the hull decides"),
+    (fedavg, "--selection full --sample 3", "--sample has no effect here: --selection full takes everybody"),
+    (fedavg, "--resume ", "--resume: is empty"),
+    (fedavg, "--model resnet18 --pretrained ", "--pretrained: is empty"),
+    (fedavg, "--dataset ", "--dataset: is empty"),
 ]
 
 
@@ -195,39 +203,73 @@ def test_a_resumed_run_keeps_its_flags(start, capsys):
     with pytest.raises(SystemExit):
         run.launch(lambda: start(fedavg, "--resume run --lr 3"))
     assert "was run with --lr 0.05" in capsys.readouterr().err
-    (folder / "run/checkpoint.before.pt").unlink(missing_ok=True)
     for text in (b"", b"not a checkpoint"):
         (folder / "run/checkpoint.pt").write_bytes(text)
         with pytest.raises(SystemExit):
             run.launch(lambda: start(fedavg, "--resume run"))
-        assert "not a checkpoint that can be read" in capsys.readouterr().err
+        assert "cannot be read as a checkpoint" in capsys.readouterr().err
     assert (folder / "run/metrics.csv").read_bytes() == before
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(start, capsys, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(run.time, "monotonic", iter(range(0, 10**6, 20)).__next__)  # a checkpoint after every round
-        folder = start(fedavg, CUTS[fedavg] + "--out run") / "run"
-    whole = (folder / "model.pt").read_bytes(), without_times(folder)
-    (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:1000])
+def change(file, **entries):
+    """Replaces entries of a checkpoint."""
+    torch.save({**torch.load(file), **entries}, file)
+
+
+def test_a_checkpoint_that_belongs_elsewhere_is_refused(start, capsys, tiny):
+    folder = start(fedavg, CUTS[fedavg] + "--out run") / "run"
+    good = torch.load(folder / "checkpoint.pt")
+    for entries, says in [
+        ({"flags": {**good["flags"], "seed": 1}}, "a run with other flags than args.json says"),
+        ({"data": good["data"] + 1}, "the data set has changed since this run began"),
+        ({"version": 3}, "was written by another version of this project"),
+        ({"method": "uefl"}, "was written by uefl.py, not by fedavg.py"),
+    ]:
+        change(folder / "checkpoint.pt", **entries)
+        with pytest.raises(SystemExit):
+            run.launch(lambda: start(fedavg, "--resume run"))
+        assert says in capsys.readouterr().err
+        torch.save(good, folder / "checkpoint.pt")
+    args = (folder / "args.json").read_text()
+    (folder / "args.json").write_text(args.replace('"lr": 0.05', '"lr": 0.5'))
     with pytest.raises(SystemExit):
         run.launch(lambda: start(fedavg, "--resume run"))
-    assert "checkpoint.pt is not a checkpoint that can be read" in (said := capsys.readouterr().err)
-    assert "remove it, to go on from checkpoint.before.pt" in said
-    (folder / "checkpoint.pt").unlink()
-    (folder / "model.pt").unlink()
+    assert "a run with other flags than args.json says" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_the_old_format_gets_its_one_line(start, capsys):
+    folder = start(fedavg, CUTS[fedavg] + "--out run") / "run"
+    torch.save({"version": 3, "method": "fedavg", "round": 4, "w": torch.zeros(9)}, folder / "checkpoint.pt")
+    with pytest.raises(SystemExit):
+        run.launch(lambda: start(fedavg, "--resume run"))
+    assert "was written by another version of this project: start a new run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "round\n", "round,seconds\n1,0.5\n4,2\n", "\ufeffround\n1\n"])
+def test_metrics_that_were_changed_are_written_again_from_the_checkpoint(start, content):
+    folder = start(fedavg, CUTS[fedavg] + "--out run") / "run"
+    before = (folder / "metrics.csv").read_bytes()
+    (folder / "metrics.csv").write_text(content)
     start(fedavg, "--resume run")
-    assert ((folder / "model.pt").read_bytes(), without_times(folder)) == whole
+    assert (folder / "metrics.csv").read_bytes() == before
 
 
-def test_a_line_that_was_cut_short_is_not_read(tmp_path):
-    (tmp_path / "metrics.csv").write_text("round,train_loss\n1,0.5\n2,0.2")
-    assert run.read_metrics(tmp_path / "metrics.csv") == [{"round": "1", "train_loss": "0.5"}]
+def test_runs_that_start_in_the_same_second_get_a_folder_each(start, monkeypatch):
+    class Clock(run.datetime):
+        @classmethod
+        def now(cls):
+            return cls(2030, 1, 1)
+
+    monkeypatch.setattr(run, "datetime", Clock)
+    for _ in range(3):
+        folder = start(fedavg, CUTS[fedavg].replace("--rounds 4", "--rounds 1"))
+    assert len(list((folder / "runs").iterdir())) == 3
 
 
-def test_what_a_flag_does_not_do_is_said(start, capsys):
-    start(fedavg, CUTS[fedavg] + "--selection full --out run")
-    assert "fedavg.py: --sample does nothing here: --selection full takes everybody" in capsys.readouterr().err
+def test_evaluations_come_every_so_many_rounds_and_after_the_last(start):
+    found = read_rows(start(fedavg, CUTS[fedavg] + "--evaluate-every 3 --out run") / "run")
+    assert [r["round"] for r in found if r["id_accuracy"]] == ["3", "4"]
+    assert all(bool(r["id_accuracy"]) == bool(r["ood_accuracy"]) and r["train_loss"] for r in found)
 
 
 def test_ctrl_c_says_how_to_go_on(start, capsys, monkeypatch):
@@ -237,7 +279,9 @@ def test_ctrl_c_says_how_to_go_on(start, capsys, monkeypatch):
     monkeypatch.setattr(run.Run, "log", interrupt)
     with pytest.raises(SystemExit) as end:
         run.launch(lambda: start(fedavg, CUTS[fedavg] + "--out run"))
-    assert end.value.code == 130 and "fedavg.py: stopped; --resume run goes on" in capsys.readouterr().err
+    assert (
+        end.value.code == 130 and "fedavg.py: stopped; --resume run continues from the start" in capsys.readouterr().err
+    )
 
 
 def test_from_the_shell(tmp_path):
@@ -257,8 +301,11 @@ def copied(file, *names):
         node
         for node in ast.parse((ROOT / file).read_text()).body
         if getattr(node, "name", None) in names
-        or (isinstance(node, ast.Import) and all(a.name.split(".")[0] in ("torch", "numpy") for a in node.names))
-        or (isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("torch", "scipy"))
+        or (
+            isinstance(node, ast.Import)
+            and all(a.name.split(".")[0] in ("torch", "numpy", "warnings") for a in node.names)
+        )
+        or (isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("torch", "scipy", "dataclasses"))
     ]
     space = {"__name__": "elsewhere"}
     exec(compile(ast.Module(body, []), file, "exec"), space)
@@ -267,35 +314,41 @@ def copied(file, *names):
 
 def test_fedavgs_pieces_run_alone():
     select, weights = copied("fedavg.py", "select_power_of_choice", "aggregation_weights")
-    assert select(torch.arange(4), torch.tensor([1.0, 4, 3, 2]), 2).tolist() == [1, 2]
+    assert select(torch.tensor([1.0, 4, 3, 2]), 2).tolist() == [1, 2]
     assert weights(torch.tensor([1.0, 3.0]), "size").tolist() == [0.25, 0.75]
 
 
 def test_uefls_pieces_run_alone():
-    names = ("ExtensibleCodebook", "predictive_entropy", "uncertain", "perplexity", "threshold")
-    codebook_class, entropy, uncertain, perplexity, _ = copied("uefl.py", *names)
+    names = ("ExtensibleCodebook", "kmeans_codewords", "predictive_entropy", "uncertain", "average_codewords")
+    codebook_class, kmeans, entropy, uncertain, average = copied("uefl.py", *names)
     codebook = codebook_class(8, 4, segments=2)
-    codebook.extend(8, torch.randn(5, 9, 4), np.random.default_rng(0))
-    output, loss, index = codebook(torch.randn(5, 9, 4))
+    codebook.extend(kmeans(torch.randn(50, 2), 8, np.random.default_rng(0)))
+    output, loss, index = codebook(torch.randn(5, 9, 4), torch.arange(16) % 2 == 0)
     loss.backward()
-    assert output.shape == (5, 9, 4) and 1 <= perplexity(index, 16) <= 16
+    assert output.shape == (5, 9, 4) and (index % 2 == 0).all()
     assert uncertain(entropy(torch.rand(3, 5, 10).softmax(2)), 0.1).shape == (5,)
+    before = codebook.codewords.detach()
+    assert average(before, before[None], torch.ones(1), torch.ones(1, 16, dtype=torch.bool)).shape == (16, 2)
 
 
 def test_the_pieces_of_wu_et_al_run_alone():
     (weights,) = copied("entropy_weighting.py", "entropy_weights", "label_entropy")[:1]
     assert weights(torch.tensor([[2.0, 2.0], [5.0, 5.0]])).tolist() == [0.5, 0.5]
-    (select,) = copied("minimax_select.py", "minimax_select", "nearest")[:1]
-    assert select(torch.tensor([[1.0, 0.9, 0.1], [0.9, 1.0, 0.2], [0.1, 0.2, 1.0]]), 1).tolist() == [2]
+    (select,) = copied("minimax_select.py", "minimax_clients", "minimax_select", "largest_similarity")[:1]
+    assert select(torch.tensor([[1.0, 0.1, 0], [1, 0, 0.1], [0, 1, 0]]), 1).tolist() == [2]
     (vertices,) = copied("convex_hull_select.py", "hull_vertices", "principal_components", "vertices_of")[:1]
-    square = torch.tensor([[0.0, 0, 0], [2, 0, 0], [1, 1, 0], [0, 2, 0], [2, 2, 0]])
-    assert vertices(square, 2, scale=False).tolist() == [0, 1, 3, 4]
+    square = torch.tensor([[0.0, 0, 1], [2, 0, 1], [1, 1, 1], [0, 2, 1], [2, 2, 1]])
+    assert vertices(square, 2).tolist() == [0, 1, 3, 4]
+    table_class, _, trimmed = copied("common/server.py", "GradientTable", "sketch", "trimmed_mean")
+    table = table_class.empty(3, 2)
+    assert table.put(torch.tensor([0, 2]), torch.eye(2)).tolist() == [[1, 0], [0, 1]]
+    assert table.known(torch.arange(3)).tolist() == [0, 2]
+    assert trimmed(torch.tensor([[1.0], [2], [9]]), 0.1).item() == 2
 
 
 def test_fediirs_pieces_run_alone():
-    loss, gradient, _ = copied("fediir.py", "fediir_loss", "classifier_gradient", "risk_and_gradient")
-    model = torch.nn.Module()
-    model.features, model.classifier = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+    loss, gradient_of, average = copied("fediir.py", "fediir_loss", "risk_and_gradient", "moving_average")
+    features, classifier = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
     x, y = torch.randn(5, 3), torch.randint(2, (5,))
-    g, risk = gradient(model, x, y)
-    assert loss(model, x, y, g, 1.0).item() == pytest.approx(risk.item())
+    risk, g = gradient_of(classifier, features(x), y)
+    assert loss(features, classifier, x, y, average(0 * g, g, 0.0), 1.0).item() == pytest.approx(risk.item())

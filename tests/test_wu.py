@@ -1,6 +1,6 @@
 """The three methods of Wu et al.: entropy weighting, minimax selection, convex-hull selection."""
 
-import argparse
+import contextlib
 import math
 from itertools import combinations
 
@@ -20,16 +20,15 @@ import fedavg
 import minimax_select
 from common import UserError, plots, random_at, server
 from common.splits import deal, label_counts
-from common.train import get_weights
+from common.server import GradientTable
+from common.train import get_weights, set_weights
 from convex_hull_select import hull_vertices, principal_components
-from entropy_weighting import entropy_weights, label_entropy, total_variation_loss
-from minimax_select import maxsim_select, nearest
+from entropy_weighting import entropy_weights, label_entropy
+from minimax_select import largest_similarity, maxsim_select, minimax_clients
 from minimax_select import minimax_select as minimax
 
-CUT = (
-    "--model cnn --width 0.125 --local-epochs 1 --clients 8 --participating 6 --sample 2 --alpha 0.5 --rounds 3 "
-    "--lr 0.1 "
-)
+CUT = "--model cnn --width 0.125 --local-epochs 1 --clients 8 --participating 6 --dirichlet 0.5 --rounds 3 --lr 0.1 "
+SAMPLE = "--sample 2 "  # the hull decides itself how many it takes
 METHODS = [entropy_weighting, minimax_select, convex_hull_select]
 
 
@@ -54,7 +53,7 @@ def test_uniform_labels_have_the_entropy_log_c():
 
 def test_minus_kl_to_the_uniform_gives_the_same_weights(rng):
     counts = torch.from_numpy(rng.integers(1, 50, (6, 10))).float()
-    p = counts / counts.sum(1, keepdim=True)
+    p = counts.double() / counts.sum(1, keepdim=True)
     kl = (p * (p * 10).log()).sum(1)
     assert torch.allclose(torch.softmax(-kl, 0), entropy_weights(counts))
     assert not torch.allclose(entropy_weighting.cosine_weights(counts), entropy_weights(counts), atol=1e-3)
@@ -62,16 +61,32 @@ def test_minus_kl_to_the_uniform_gives_the_same_weights(rng):
 
 def test_total_variation_is_the_l1_distance():
     model, x, y = torch.nn.Linear(2, 3), torch.randn(4, 2), torch.tensor([0, 1, 2, 0])
-    start = [torch.zeros_like(p) for p in model.parameters()]
-    l1 = sum(p.abs().sum() for p in model.parameters()).item()
-    penalty = total_variation_loss(model, x, y, start, 0.5) - F.cross_entropy(model(x), y)
-    assert penalty.item() == pytest.approx(0.5 * l1, rel=1e-5)
+    w = torch.zeros(9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [(x, y), (x, y)]
+    losses = list(entropy_weighting.client_update(model, w, batches, optimizer, contextlib.nullcontext, tv=0.5))
+    before = F.cross_entropy(torch.zeros(4, 3), y).item()
+    assert losses[0].item() == pytest.approx(before), "no penalty at the start"
+    plain = torch.nn.Linear(2, 3)
+    set_weights(plain, w)
+    step = torch.cat([g.flatten() for g in torch.autograd.grad(F.cross_entropy(plain(x), y), plain.parameters())])
+    set_weights(plain, -0.1 * step)  # at zero, the penalty has the subgradient zero
+    expected = F.cross_entropy(plain(x), y) + 0.5 * 0.1 * step.abs().sum()
+    assert losses[1].item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_label_counts_that_are_none_are_refused():
+    assert entropy_weights(torch.full((2, 10), 6000, dtype=torch.float16)).tolist() == [0.5, 0.5]
+    for counts in ([[1.0, 2], [0, 0]], [[1.0, torch.nan]], [[1.0, -1]], [1.0, 2]):
+        with pytest.raises(ValueError, match="label_counts"):
+            entropy_weights(torch.tensor(counts))
 
 
 def test_the_objective_is_that_of_the_selected(start, tiny):
     found = rows(start(entropy_weighting, CUT + "--out run") / "run")
     clients = deal(tiny, 0, "dirichlet", alpha=0.5, clients=8, participating=6)
     h = label_entropy(label_counts(tiny, clients.train))
+    assert len(h) == 8
     for row in found:
         of_selected = h[[int(k) for k in row["selected"].split()]].tolist()
         alpha = [math.exp(x) / sum(map(math.exp, of_selected)) for x in of_selected]
@@ -83,8 +98,8 @@ def test_the_objective_is_that_of_the_selected(start, tiny):
 def test_the_most_diverse_are_expelled(start, tiny):
     found = rows(start(entropy_weighting, CUT + "--out run --expel 0.5 --sample 3") / "run")
     clients = deal(tiny, 0, "dirichlet", alpha=0.5, clients=8, participating=6)
-    h = label_entropy(label_counts(tiny, clients.train))[clients.participating]
-    kept = sorted(clients.participating[h.argsort()[:3]].tolist())
+    h = label_entropy(label_counts(tiny, clients.train))[: clients.participating]
+    kept = sorted(h.argsort()[:3].tolist())
     assert all([int(k) for k in r["selected"].split()] == kept for r in found)
 
 
@@ -92,7 +107,7 @@ def test_total_variation_holds_clients_back(start):
     moved, begin = [], get_weights(initial_model("--clients 8 --participating 6"))
     for tv in ("0", "0.01"):
         folder = start(entropy_weighting, CUT + f"--out tv{tv} --rounds 1 --local-epochs 5 --tv {tv}")
-        moved.append((torch.load(folder / f"tv{tv}" / "checkpoint.pt")["w"] - begin).abs().sum())
+        moved.append((torch.load(folder / f"tv{tv}" / "checkpoint.pt")["state"]["w"] - begin).abs().sum())
     assert 0 < moved[1] < 0.8 * moved[0]
 
 
@@ -136,74 +151,110 @@ def test_maxsim_is_the_mirror(rng):
 def test_ties_go_to_the_smaller_id():
     assert minimax(torch.ones(5, 5), 2).tolist() == [0, 1] == maxsim_select(torch.ones(5, 5), 2).tolist()
     s = torch.tensor([[1.0, 0.9, 0.1], [0.9, 1.0, 0.2], [0.1, 0.2, 1.0]])
-    assert nearest(s).tolist() == pytest.approx([0.9, 0.9, 0.2]) and minimax(s, 2).tolist() == [0, 2]
+    assert largest_similarity(s).tolist() == pytest.approx([0.9, 0.9, 0.2]) and minimax(s, 2).tolist() == [0, 2]
+
+
+def test_useless_updates_are_never_selected(rng):
+    updates = 1 + 0.3 * torch.from_numpy(rng.standard_normal((6, 50))).float()
+    alone = minimax_clients(updates[[0, 1, 2, 3, 5]], 2)
+    for value in (0, torch.nan, torch.inf):
+        updates[4] = value
+        expected = torch.tensor([0, 1, 2, 3, 5])[alone].tolist()
+        assert minimax_clients(updates, 2).tolist() == expected
+        assert 4 not in hull_vertices(updates, 3)
+    for wrong in (0, -1, 6):
+        with pytest.raises(ValueError, match="choose between 1 and the 5 usable"):
+            minimax_clients(updates, wrong)
+    with pytest.raises(ValueError, match=r"not \(50,\)"):
+        minimax_clients(updates[0], 1)
+
+
+def test_minimax_clients_compares_cosines(rng):
+    updates = torch.from_numpy(rng.standard_normal((9, 5))) * torch.arange(1, 10)[:, None]
+    for k in (1, 4, 9):
+        assert minimax_clients(updates, k).tolist() == minimax(cosines(updates), k).tolist()
+
+
+def everybody(table):
+    return torch.arange(len(table.updates))
 
 
 def test_similarities_stay_true_under_updates_of_a_few_rows_and_cost_their_products_only(rng):
-    table = torch.from_numpy(rng.standard_normal((12, 300))).float()
-    products = torch.zeros(12, 12, dtype=torch.float64)
-    server.update_products(products, table, torch.arange(12))
+    table = GradientTable.empty(12, 300)
+    table.put(everybody(table), torch.from_numpy(rng.standard_normal((12, 300))).float())
     for _ in range(50):
         changed = torch.from_numpy(rng.permutation(12)[:3])
-        table[changed] = torch.from_numpy(rng.standard_normal((3, 300))).float()
         with FlopCounterMode(display=False) as counter:
-            server.update_products(products, table, changed)
+            table.put(changed, torch.from_numpy(rng.standard_normal((3, 300))).float())
         assert counter.get_total_flops() == 2 * 3 * 12 * 300
-    assert torch.allclose(server.cosines(products).float(), cosines(table), atol=1e-6)
+    assert torch.allclose(table.cosines(everybody(table)).float(), cosines(table.updates), atol=1e-6)
+    assert table.uploads.sum() == 12 + 50 * 3
 
 
-def test_a_client_without_a_gradient_is_not_compared_and_enters_again(rng):
+@pytest.mark.parametrize("useless", [0.0, 1e25])
+def test_a_client_without_a_usable_gradient_is_not_compared_and_enters_again(rng, useless):
     gradients = torch.from_numpy(rng.standard_normal((6, 4))).float()
-    gradients[2] = 0
-    args = argparse.Namespace(sketch=0, event_threshold=0, table_dtype="float32")
-    state = server.empty_table(6, torch.zeros(4), args)
-    server.enter(state, torch.arange(6), gradients, seed=0)
-    rows = server.known(state, torch.arange(6))
-    assert rows.tolist() == [0, 1, 3, 4, 5]
-    assert torch.allclose(server.cosines(state["products"][rows][:, rows]).float(), cosines(gradients[rows]), atol=1e-6)
-    server.enter(state, torch.tensor([2]), torch.ones(1, 4), seed=0)
-    assert server.known(state, torch.arange(6)).tolist() == [0, 1, 2, 3, 4, 5]
-    server.enter(state, torch.arange(6), torch.zeros(6, 4), seed=0)
-    with pytest.raises(UserError, match="all are zero"):
-        server.known(state, torch.arange(6))
+    gradients[2] = useless
+    table = GradientTable.empty(6, 4)
+    assert table.missing(everybody(table)).tolist() == [0, 1, 2, 3, 4, 5]
+    table.put(everybody(table), gradients)
+    known = table.known(torch.tensor([1, 2, 4]))
+    assert known.tolist() == [1, 4] and table.missing(everybody(table)).tolist() == [2]
+    assert torch.allclose(table.cosines(known).float(), cosines(gradients[known]), atol=1e-6)
+    table.put(torch.tensor([2]), torch.ones(1, 4))
+    assert table.known(everybody(table)).tolist() == [0, 1, 2, 3, 4, 5]
+    assert torch.isfinite(table.cosines(everybody(table))).all()
 
 
-@pytest.mark.parametrize(("dtype", "size", "error"), [("bfloat16", 0, 2**-8), ("float32", 4096, 4 / 64)])
-def test_a_smaller_table_keeps_the_cosines(dtype, size, error, rng):
+@pytest.mark.parametrize("shape", [(2, 4), (3, 3), (3,)])
+def test_updates_that_do_not_fit_the_table_are_refused(shape):
+    with pytest.raises(ValueError, match="do not fit a table of size 4"):
+        GradientTable.empty(6, 4).put(torch.arange(3), torch.ones(shape))
+
+
+def test_a_sketch_keeps_the_cosines(rng):
     common_part = rng.standard_normal(20_000)
     updates = torch.from_numpy(common_part + rng.standard_normal((6, 20_000))).float()
-    args = argparse.Namespace(sketch=size, event_threshold=0, table_dtype=dtype)
-    state = server.empty_table(6, updates[0], args)
-    server.enter(state, torch.arange(6), updates, seed=0)
-    assert state["table"].shape == (6, size or 20_000) and state["table"].dtype == getattr(torch, dtype)
-    found, expected = server.cosines(state["products"]), cosines(updates)
-    assert (found - expected).abs().max() < error, "the rounding of bfloat16; 4 standard deviations of a sketch"
+    table = GradientTable.empty(6, 4096)
+    for part in everybody(table).split(2):  # in parts, as clients enter in round 1
+        table.put(part, updates[part])
+    expected = cosines(updates)
+    assert (table.cosines(everybody(table)) - expected).abs().max() < 4 / 64, "4 standard deviations of a sketch"
     assert expected[0, 1] > 0.4
 
 
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
-def test_a_run_with_a_smaller_table(start, method):
-    for flags, dtype, width in (("--table-dtype bfloat16", torch.bfloat16, None), ("--sketch 64", torch.float32, 64)):
-        folder = start(method, f"{CUT} {flags} --out {width}") / str(width)
-        state = torch.load(folder / "checkpoint.pt")
-        assert state["table"].dtype == dtype and state["table"].shape == (6, width or len(state["w"]))
-    with pytest.raises(UserError, match="choose one of them"):
+def test_a_run_with_a_sketch(start, method):
+    folder = start(method, f"{CUT} --sketch 64 --out run") / "run"
+    assert torch.load(folder / "checkpoint.pt")["state"]["table"]["updates"].shape == (6, 64)
+    with pytest.raises(UserError, match="a --sketch does not keep old updates"):
         start(method, CUT + "--sketch 8 --event-threshold 0.1 --out x")
 
 
 def test_a_client_that_hardly_moved_uploads_nothing(start):
     every, none, some = (
-        rows(start(minimax_select, CUT + f"--event-threshold {e} --out e{e}") / f"e{e}") for e in ("0", "1e9", "1.2")
+        rows(start(minimax_select, CUT + SAMPLE + f"--event-threshold {e} --out e{e}") / f"e{e}")
+        for e in ("0", "1e9", "1.2")
     )
-    assert [int(r["uploads"]) for r in every] == [8, 10, 12], "6 newcomers, then 2 a round"
+    assert [int(r["uploads"]) for r in every] == [8, 10, 12], "6 newcomers, then 2 per round"
     assert [int(r["uploads"]) for r in none] == [6, 6, 6]
     assert 6 <= int(some[-1]["uploads"]) <= 12
 
 
+def test_an_event_triggered_upload_on_a_worked_example():
+    table = GradientTable.empty(2, 2)
+    table.put(torch.arange(2), torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
+    received = table.put(torch.arange(2), torch.tensor([[3.0, 4.4], [0.0, 1.2]]), threshold=0.1)
+    assert received.tolist() == [[3.0, 4.0], [0.0, pytest.approx(1.2)]], (
+        "0.4 is less than a tenth of 5, 0.2 is not of 1"
+    )
+    assert table.uploads.tolist() == [1, 2] and torch.equal(table.updates, received)
+
+
 def test_minimax_selects_by_the_table_of_latest_gradients(start):
     folder = start(minimax_select, CUT + "--out run") / "run"
-    state = torch.load(folder / "checkpoint.pt")
-    assert torch.allclose(server.cosines(state["products"]).float(), cosines(state["table"]), atol=1e-5)
+    table = GradientTable(**torch.load(folder / "checkpoint.pt")["state"]["table"])
+    assert torch.allclose(table.cosines(everybody(table)).float(), cosines(table.updates), atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------- convex-hull selection
@@ -239,8 +290,15 @@ def test_in_full_dimension_everybody_is_a_vertex(rng):
 
 def test_degenerate_tables():
     same = torch.ones(5, 4)
-    line = torch.arange(5.0)[:, None] * torch.tensor([[1.0, 2.0, 3.0]])
+    assert hull_vertices(1000 + torch.randn(12, 30, generator=torch.Generator().manual_seed(0)), 2).numel() > 2
+    line = torch.arange(1.0, 6.0)[:, None] * torch.tensor([[1.0, 2.0, 3.0]])
     triangle = torch.eye(3)
+    for dim in (0, -1, 9):
+        with pytest.raises(ValueError, match="dim 1 to 8"):
+            hull_vertices(same, dim)
+    for none in (torch.zeros(0, 4), torch.zeros(3, 4)):
+        with pytest.raises(ValueError, match="usable"):
+            hull_vertices(none, 2)
     assert hull_vertices(same, 3).tolist() == [0]
     assert hull_vertices(line[[2, 0, 4, 1, 3]], 3, scale=False).tolist() == [1, 2]
     assert hull_vertices(triangle, 3).tolist() == [0, 1, 2]
@@ -254,9 +312,9 @@ def test_rounding_makes_no_vertices(rng, weights):
     lengths = torch.from_numpy(rng.uniform(0.5, 2, (40, 1))).float()
 
     def vertices(rows, scale=True):
-        table = server.empty_table(40, rows[0], argparse.Namespace(sketch=0, event_threshold=0, table_dtype="float32"))
-        server.enter(table, torch.arange(40), rows, seed=0)
-        return convex_hull_select.vertices_of(principal_components(table["products"], 3, scale))
+        table = GradientTable.empty(40, weights)
+        table.put(torch.arange(40), rows)
+        return convex_hull_select.vertices_of(principal_components(table.products, 3, scale))
 
     assert len(vertices(lengths * directions[:1])) == 1, "all of one direction"
     assert len(vertices(lengths * directions[torch.arange(40) % 2])) == 2, "two directions"
@@ -298,31 +356,31 @@ def test_base_weights(tiny):
     counts = label_counts(tiny, clients.train)
     assert torch.equal(counts.sum(1), clients.sizes)
     h = server.base_weights("entropy", tiny, clients)
-    assert torch.allclose(h / h.sum(), entropy_weights(counts))
+    assert torch.allclose((h / h.sum()).double(), entropy_weights(counts))
     assert torch.equal(server.base_weights("size", tiny, clients), clients.sizes)
 
 
 def test_churn():
     ids = torch.arange(5, 45)
-    here = [server.available(ids, 0.3, random_at(i, "churn")) for i in range(500)]
+    here = [server.present(ids, 0.3, random_at(i, "churn")) for i in range(500)]
     assert abs(sum(map(len, here)) / (500 * 40) - 0.7) < 0.02
-    assert server.available(ids, 0.0, random_at(0, "churn")).tolist() == ids.tolist()
-    assert all(len(server.available(ids[:2], 0.99, random_at(i, "churn"))) >= 1 for i in range(50))
+    assert server.present(ids, 0.0, random_at(0, "churn")).tolist() == ids.tolist()
+    assert all(len(server.present(ids[:2], 0.99, random_at(i, "churn"))) >= 1 for i in range(50))
 
 
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
 def test_clients_leave_and_come_back(start, method):
-    found = rows(start(method, CUT + "--churn 0.5 --rounds 6 --sample 3 --trim 0.34 --out run") / "run")
+    found = rows(start(method, CUT + "--churn 0.5 --rounds 6 --trim 0.34 --out run") / "run")
     assert len(found) == 6 and all(r["selected"] for r in found)
 
 
 def test_with_everybody_selected_and_equal_weights_all_are_fedavg(start):
-    full = CUT.replace("--sample 2", "--sample 6") + "--weighting equal "
+    full = CUT + "--weighting equal "
     folder = start(fedavg, full + "--selection full --out fedavg")
-    expected = torch.load(folder / "fedavg" / "checkpoint.pt")["w"]
-    for method, more in zip(METHODS, ("", "", "--hull-dim 5"), strict=True):
+    expected = torch.load(folder / "fedavg" / "checkpoint.pt")["state"]["w"]
+    for method, more in zip(METHODS, ("--sample 6", "--sample 6", "--hull-dim 5"), strict=True):
         start(method, f"{full} {more} --out {method.__name__}")
-        assert torch.allclose(torch.load(folder / method.__name__ / "checkpoint.pt")["w"], expected, atol=1e-6)
+        assert torch.allclose(torch.load(folder / method.__name__ / "checkpoint.pt")["state"]["w"], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -341,16 +399,15 @@ def test_frames_of_a_picture_do_not_flip():
     """The same points turned and mirrored from round to round are drawn in the same place."""
     generator = torch.Generator().manual_seed(0)
     xy = torch.randn(12, 2, generator=generator, dtype=torch.float64)
-    points = []
+    found = []
     for t in range(1, 6):
         turn = torch.linalg.qr(torch.randn(2, 2, generator=generator, dtype=torch.float64))[0]
         there = torch.arange(12)[t % 3 :]  # some clients are away
-        clients, selected = there + 40.0, torch.zeros(len(there))
-        points.append(torch.column_stack([torch.full((len(there),), t), clients, xy[there] @ turn, selected]))
-    frames = plots._frames(torch.cat(points))
-    for frame in frames.values():
-        _, in_first, here = np.intersect1d(frames[1][:, 1], frame[:, 1], return_indices=True)
-        np.testing.assert_allclose(frame[here, 2:4], frames[1][in_first, 2:4], atol=1e-12)
+        found.append({"round": t, "present": (there + 40).tolist(), "points": (xy[there] @ turn).flatten().tolist()})
+    frames = plots._frames(found)
+    for clients, points in frames.values():
+        _, in_first, here = np.intersect1d(frames[1][0], clients, return_indices=True)
+        np.testing.assert_allclose(points[here], frames[1][1][in_first], atol=1e-12)
 
 
 def test_a_hull_is_drawn_where_nobody_is_left_out(start):

@@ -1,0 +1,452 @@
+"""Compares runs over seeds, and rebuilds the tables and pictures of results/ and of the README.
+
+    python -m results.report runs/a runs/b               prints a table and draws report.png; runs that differ only in
+                                                         the seed are one row; a folder stands for all runs in it
+    python -m results.report results/                    rebuilds every table and picture that the pages mark
+
+A page marks a table or a picture with one line. The program replaces the lines after the mark, up to the next empty
+line. FOLDER holds one folder per row, and in it one run per seed. It may also hold the paper's numbers, in paper.csv.
+
+    <!-- table FOLDER id_accuracy ood_accuracy last=5 against=random -->
+    <!-- curves FOLDER ood_accuracy -->                 the next line links to the picture
+    <!-- hull FOLDER/row/seed -->                       the same, for one run of convex_hull_select.py
+
+last=N averages each run over its last N evaluations (default: 5). best=COLUMN takes the evaluation with the largest
+value in that column. until=N uses only the first N rounds.
+
+The verdict is about the last column. Its first word compares us with the paper: "within" means that we differ by at
+most the paper's standard deviation, else it is "above" or "below". The rest compares us with the row named by against=.
+"level" means that we differ by at most the larger of our two standard deviations. Else it says whether our difference
+has the sign of the paper's. With one seed each, it only gives the difference.
+
+A run with fewer rounds than its --rounds is unfinished, and its row says so. UEFL trains for --rounds and then for
+--later-rounds, so this finds a UEFL run that stopped in its first iteration, but not one that stopped later.
+"""
+
+import argparse
+import csv
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from common import UserError, first_line, flags, plots, run
+
+MEASURES = {  # column of metrics.csv -> its name in tables; accuracies are in percent
+    "id_accuracy": "ID", "ood_accuracy": "OOD", "mA": "mA", "mE": "mE", "mP": "mP", "train_loss": "training loss",
+}  # fmt: skip
+NOT_COMPARED = ("seed", "out", "resume", "device", "data_dir", "compare")
+MARK = re.compile(r"<!-- (table|curves|hull) (\S+)(.*) -->")
+WIDTH = 99  # characters of a printed row, at most
+
+
+# ------------------------------------------------------------------------------------------------- reading of runs
+
+
+@dataclass
+class Recorded:
+    """One run as its folder has it: the method, the flags, and the rows of metrics.csv with numbers as numbers."""
+
+    folder: Path
+    method: str
+    flags: dict
+    rows: list[dict]
+
+    @property
+    def compared(self) -> dict:
+        """The flags that distinguish this run from others. A baseline's rounds may depend on the seed of its method."""
+        ignored = (*NOT_COMPARED, "rounds") if " beside " in self.method else NOT_COMPARED
+        return {flag: value for flag, value in self.flags.items() if flag not in ignored}
+
+    def unfinished(self, until: int = sys.maxsize) -> str:
+        """How many of the rounds up to `until` are there, in words; empty if all are."""
+        done, planned = self.rows[-1]["round"] if self.rows else 0, min(self.flags["rounds"], until)
+        return f"seed {self.flags['seed']} unfinished: {done} of {planned} rounds" if done < planned else ""
+
+
+@dataclass
+class Runs:
+    """Runs that differ only in the seed, in the order of their seeds."""
+
+    runs: list[Recorded]
+
+    def __post_init__(self):
+        self.runs = sorted(self.runs, key=lambda one: one.flags["seed"])
+
+    @property
+    def seeds(self) -> list[int]:
+        return [one.flags["seed"] for one in self.runs]
+
+    def label(self, until: int = sys.maxsize) -> str:
+        """The seeds, and which of the runs are unfinished."""
+        unfinished = ", ".join(filter(None, (one.unfinished(until) for one in self.runs)))
+        return f"seed{'s' * (len(self.runs) > 1)} {', '.join(map(str, self.seeds))}{unfinished and f' ({unfinished})'}"
+
+    def numbers(self, column: str, last: int = 5, best: str | None = None, until: int = sys.maxsize) -> np.ndarray:
+        """One number per run, from its rounds up to `until`; nan if the run has none.
+
+        The number is the mean over the last evaluations, or the value at the evaluation where `best` is largest.
+        """
+        found = []
+        for one in self.runs:
+            rows = [row for row in one.rows if row.get(best or column) is not None and row["round"] <= until]
+            rows = [max(rows, key=lambda row: row[best])] if best and rows else rows[-last:]
+            values = [row[column] for row in rows if row.get(column) is not None]
+            found.append(np.mean(values) if values else np.nan)
+        return np.array(found) * (100 if in_percent(column) else 1)
+
+
+def read(folder: Path) -> Recorded:
+    """The run in this folder. Raises UserError if there is none, or if its files make no sense."""
+    file = folder / "args.json"
+    try:
+        about = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as e:
+        raise UserError(
+            f"{folder} is not the folder of a run ({first_line(e)}): give folders with args.json and metrics.csv"
+        ) from e
+    of_run = about.get("flags") if isinstance(about, dict) else None
+    if not isinstance(of_run, dict) or not isinstance(about.get("method"), str):
+        raise UserError(f"{file} does not hold the method and the flags of a run: give the folder of another run")
+    for flag in ("seed", "rounds"):
+        if not isinstance(of_run.get(flag), int):
+            raise UserError(f"{file}: {flag} is {of_run.get(flag)!r}, not a whole number: correct it")
+    method, name = about["method"], str(about.get("name") or "")
+    if name.lower() not in ("", method):  # FedAvg, which fediir.py and uefl.py train for comparison
+        method = f"{name} beside {method}"
+    return Recorded(folder, method, of_run, read_metrics(folder / "metrics.csv"))
+
+
+def read_metrics(file: Path) -> list[dict]:
+    """The rows of a metrics.csv as Run.rows holds them: None, numbers, lists of numbers, else text.
+
+    A last line without its line end was cut short by a full disk or a kill, and is ignored. Raises UserError for
+    anything else that is not a table of rounds.
+    """
+    try:
+        lines = [line.split(",") for line in file.read_text(encoding="utf-8-sig").split("\n")[:-1]]
+    except (OSError, ValueError) as e:
+        raise UserError(f"{file} cannot be read ({first_line(e)})") from e
+    header, rows = lines[0] if lines else [], []
+    for i, cells in enumerate(lines[1:], start=2):
+        if len(cells) != len(header):
+            raise UserError(f"{file}: line {i} has {len(cells)} cells, but there are {len(header)} columns: correct it")
+        rows.append(dict(zip(header, map(typed, cells), strict=True)))
+        if not isinstance(rows[-1].get("round"), int):
+            raise UserError(f"{file}: line {i} has no number in the column `round`: correct it")
+    for column in {column for row in rows for column in row if isinstance(row[column], list)}:
+        for row in rows:  # a list of one number looks like a number in the file
+            row[column] = [row[column]] if isinstance(row[column], (int, float)) else row[column]
+    return rows
+
+
+def typed(cell: str) -> int | float | str | list[int | float] | None:
+    """What a cell of metrics.csv stands for."""
+    words = cell.split()
+    try:
+        numbers = [int(word) if word.lstrip("-").isdecimal() else float(word) for word in words]
+    except ValueError:
+        return cell
+    return numbers if len(words) > 1 else numbers[0] if words else None
+
+
+def below(folder: Path) -> list[Path]:
+    """The folders of runs in this one, itself included, in the order of their names."""
+    return sorted(file.parent for file in folder.rglob("metrics.csv"))
+
+
+def collect(folders: list[Path]) -> Runs:
+    return Runs([read(folder) for folder in folders])
+
+
+def rows_of(folder: Path) -> dict[str, Runs]:
+    """The rows of a table, in the order of paper.csv, then in alphabetical order."""
+    names = sorted({of_seed.parent.name for of_seed in below(folder)})
+    in_paper = [name for name in paper(folder) if name in names]
+    names = in_paper + [name for name in names if name not in in_paper]
+    return {name: collect(below(folder / name)) for name in names}
+
+
+def paper(folder: Path) -> dict[str, dict[str, str]]:
+    """paper.csv: row -> column -> the paper's number as the file has it, for example 42.0 ± 1.0."""
+    file = folder / "paper.csv"
+    if not file.exists():
+        return {}
+    with file.open(encoding="utf-8-sig") as f:
+        rows = list(csv.DictReader(f))
+    if any(row.get("row") is None for row in rows):
+        raise UserError(f"{file} has no column `row` with the rows' names: correct it")
+    return {row.pop("row"): row for row in rows}
+
+
+# ------------------------------------------------------------------------------------------------- numbers and words
+
+
+def in_percent(column: str) -> bool:
+    return column == "mA" or column.endswith("accuracy")
+
+
+def spread(numbers: np.ndarray) -> float:
+    """The sample standard deviation over seeds. It is nan for one seed."""
+    return numbers.std(ddof=1) if len(numbers) > 1 else np.nan
+
+
+def show(numbers: np.ndarray, column: str) -> str:
+    """mean ± standard deviation, as tables show it."""
+    if np.isnan(numbers).any():
+        return ""
+    digits = 1 if in_percent(column) or column == "vertices" else 3
+    text = f"{numbers.mean():.{digits}f}"
+    return text if len(numbers) == 1 else f"{text} ± {spread(numbers):.{digits}f}"
+
+
+def verdict(ours: np.ndarray, theirs: str, base: np.ndarray | None, their_base: str, base_name: str) -> str:
+    """The words that the module's docstring explains, for one row.
+
+    ours, base          our numbers of this row, and of the row called base_name
+    theirs, their_base  the paper's numbers of the same two rows, as paper.csv has them; may be empty
+    """
+    words = []
+    if np.isnan(ours).any():  # a run without a round
+        return ""
+    if theirs:
+        value, _, std = theirs.partition("±")
+        off = ours.mean() - float(value)
+        words.append("within" if abs(off) <= float(std or 0) else "above" if off > 0 else "below")
+    if base is not None and not np.isnan(base).any():
+        gain = ours.mean() - base.mean()
+        if len(ours) == len(base) == 1:
+            words.append(f"{gain:+.1f} to {base_name}, one seed")
+        elif abs(gain) <= np.nanmax([spread(ours), spread(base), 0]):
+            words.append(f"level with {base_name}")
+        elif theirs and their_base:
+            same = gain * (float(theirs.partition("±")[0]) - float(their_base.partition("±")[0])) > 0
+            words.append(f"{'as' if same else 'not as'} in the paper, {'above' if gain > 0 else 'below'} {base_name}")
+        else:
+            words.append(f"{'above' if gain > 0 else 'below'} {base_name}")
+    return "; ".join(words)
+
+
+# ------------------------------------------------------------------------------------------------- pages
+
+
+@contextmanager
+def beside(file: Path) -> Iterator[Path]:
+    """The block writes another file, which then takes this file's place. So a full disk leaves no half file."""
+    part = file.with_name(f"part-{file.name}")
+    try:
+        yield part
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def markdown(folder: Path, columns: list[str], against: str = "", **options) -> list[str]:
+    """The lines of a page's table. The options are those of Runs.numbers().
+
+    Raises UserError if the folder has no runs, or no row called `against`.
+    """
+    found, theirs = rows_of(folder), paper(folder)
+    if not found or (against and against not in found):
+        raise UserError(f"{folder} has no runs{f' of {against}' if against else ''}")
+    in_paper = [c for c in columns if any(row.get(c) for row in theirs.values())]
+    has_verdict = bool(in_paper or against)
+    header = ["", "runs", *(MEASURES.get(c, c) for c in columns), *(f"paper's {MEASURES.get(c, c)}" for c in in_paper)]
+    lines = [header + ["verdict"] * has_verdict, ["---"] * (len(header) + has_verdict)]
+    for name in [*found, *(name for name in theirs if name not in found)]:
+        paper_cells = [theirs.get(name, {}).get(c) or "" for c in in_paper]
+        if name not in found:
+            lines.append([name, "", *[""] * len(columns), *paper_cells, *["not run"] * has_verdict])
+            continue
+        numbers = {c: found[name].numbers(c, **options) for c in columns}
+        label = found[name].label(options.get("until", sys.maxsize))
+        line = [name, label, *(show(numbers[c], c) for c in columns), *paper_cells]
+        if has_verdict:
+            c = columns[-1]
+            base = found[against].numbers(c, **options) if against and name != against else None
+            line.append(
+                verdict(numbers[c], theirs.get(name, {}).get(c, ""), base, theirs.get(against, {}).get(c, ""), against)
+            )
+        lines.append(line)
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def rebuild(page: Path, draw: bool = True) -> str:
+    """The page's text with new tables. With `draw`, also draws the pictures that the page marks.
+
+    Raises UserError for a mark that makes no sense.
+    """
+    lines, built = iter(page.read_text().splitlines()), []
+    for line in lines:
+        built.append(line)
+        mark = MARK.fullmatch(line)
+        if not mark:
+            continue
+        kind, folder, words = mark[1], page.parent / mark[2], mark[3].split()
+        columns = [word for word in words if "=" not in word]
+        try:
+            if kind == "table":
+                options: dict = dict(word.split("=") for word in words if "=" in word)
+                options |= {name: int(options[name]) for name in ("last", "until") if name in options}
+                built += markdown(folder, columns, **options)
+                while next(lines, ""):  # the old table ends with an empty line
+                    pass
+                built.append("")
+            else:
+                built.append(next(lines, ""))
+                link = re.search(r"\(([^()\s]+)\)$", built[-1])
+                if not link:
+                    raise ValueError("the next line has no link to a picture")
+                if draw:
+                    draw_again(kind, folder, columns, page.parent / link[1])
+        except (KeyError, TypeError, ValueError) as e:
+            hint = "see python -m results.report --help"
+            raise UserError(f"{page}: {line} does not work ({first_line(e)}); {hint}") from e
+    return "\n".join(built) + "\n"
+
+
+def draw_again(kind: str, folder: Path, columns: list[str], picture: Path) -> None:
+    """Draws the picture of a mark of this kind from the runs in the folder."""
+    if kind == "curves":
+        with beside(picture) as part:
+            bands(part, rows_of(folder), titles(columns))
+    elif (one := read(folder)).rows and "points" in one.rows[0]:  # older runs keep their picture
+        with beside(picture) as part:
+            plots.hull_animation(part, one.rows, one.flags["hull_dim"])
+
+
+# ------------------------------------------------------------------------------------------------- pictures
+
+
+def titles(columns: list[str]) -> dict[str, str]:
+    return {column: f"{MEASURES.get(column, column)}{' accuracy' * column.endswith('accuracy')}" for column in columns}
+
+
+def bands(file: Path, runs: Mapping[str, Runs], panels: Mapping[str, str]) -> None:
+    """Columns of metrics.csv against rounds: the mean over seeds, in a band of one standard deviation.
+
+    runs    label -> its runs
+    panels  column -> title
+    """
+    with matplotlib.rc_context(plots.STYLE):
+        width = 3.4 * len(panels)
+        legend_columns = max(1, int(12 * width / (max(map(len, runs)) + 8)))  # as many as fit
+        figure = Figure(figsize=(width, 2.9 + 0.2 * -(-len(runs) // legend_columns)))
+        for axes, (column, title) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels.items(), strict=True):
+            for i, (label, of_label) in enumerate(runs.items()):
+                of_round: dict[int, list[float]] = {}
+                for row in (row for one in of_label.runs for row in one.rows if row.get(column) is not None):
+                    of_round.setdefault(row["round"], []).append(row[column])
+                t = sorted(of_round)
+                mean = np.array([np.mean(of_round[r]) for r in t])
+                std = np.array([np.std(of_round[r], ddof=1) if len(of_round[r]) > 1 else 0 for r in t])
+                colour = plots.COLOURS[i % len(plots.COLOURS)]
+                axes.plot(t, mean, plots.LINES[i % len(plots.LINES)], color=colour, lw=1.2, label=label)
+                axes.fill_between(t, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
+            axes.set(title=title, xlabel="round")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        handles = figure.axes[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=legend_columns)
+        figure.savefig(file, metadata={"Software": None} if file.suffix == ".png" else None)
+
+
+# ------------------------------------------------------------------------------------------------- comparison
+
+
+def as_typed(flag: str, value) -> str:
+    """A flag with its value, as a user types it."""
+    name = f"--{flag.replace('_', '-')}"
+    if isinstance(value, bool):  # old runs have flags like no_token_norm
+        return name if value else f"--no-{name[2:]}".replace("--no-no-", "--")
+    return " ".join([name, *map(str, value if isinstance(value, list) else [value])])
+
+
+def compare(folders: list[Path]) -> dict[str, Runs]:
+    """Groups runs that differ only in the seed. A group's name has the flags in which it differs from the others."""
+    groups: dict[str, list[Recorded]] = {}
+    for folder in dict.fromkeys(folder.resolve() for folder in folders):
+        one = read(folder)
+        groups.setdefault(json.dumps([one.method, one.compared], sort_keys=True), []).append(one)
+    firsts, named = [of_key[0] for of_key in groups.values()], {}
+    for one, of_key in zip(firsts, groups.values(), strict=True):
+        mine, others = one.compared, [other.compared for other in firsts if other.method == one.method]
+        differ = [flag for flag in mine if any(other.get(flag, mine[flag]) != mine[flag] for other in others)]
+        name = " ".join([one.method, *(as_typed(flag, mine[flag]) for flag in differ)])
+        # groups may also differ in flags that only one of them has: then the folder tells them apart
+        options = (name, f"{name} ({one.folder.name})", f"{name} ({one.folder})")
+        named[next(option for option in options if option not in named)] = Runs(of_key)
+    return named
+
+
+def print_table(title: str, runs: dict[str, Runs], columns: list[str], last: int) -> None:
+    """Prints the table of a comparison. If a row is too wide, rows get short names, explained below the table."""
+    cells = [[show(of_name.numbers(c, last), c) for c in columns] for of_name in runs.values()]
+    header = ["", "runs", *columns]
+    rows = [[name, of_name.label(), *line] for (name, of_name), line in zip(runs.items(), cells, strict=True)]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    if sum(widths) + 2 * (len(widths) - 1) <= WIDTH:
+        run.table(title, header, rows)
+        return
+    letters = [f"{chr(ord('A') + i % 26)}{i // 26 or ''}" for i in range(len(rows))]
+    marks = [" (unfinished)" * any(one.unfinished() for one in of_name.runs) for of_name in runs.values()]
+    lettered = zip(letters, marks, cells, strict=True)
+    run.table(title, ["", *columns], [[letter + mark, *line] for letter, mark, line in lettered])
+    for letter, (name, label, *_) in zip(letters, rows, strict=True):
+        text = f"{letter}: {name}, {label}"
+        print(textwrap.fill(text, WIDTH, subsequent_indent="   ", break_on_hyphens=False, break_long_words=False))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = flags.Parser(
+        prog="python -m results.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", nargs="+", type=Path, help="folders of runs, or the folder of the pages")
+    parser.add_argument("--columns", nargs="+", help="of metrics.csv (default: the measures that the runs have)")
+    parser.add_argument("--last", type=flags.at_least(1), default=5, help="evaluations over which the table averages")
+    parser.add_argument("--out", type=Path, help="the picture (default: report.png, or the next number that is free)")
+    args = parser.parse_args(argv)
+    if len(args.run) == 1 and (args.run[0] / "README.md").exists():
+        pages = [*sorted(args.run[0].rglob("*.md")), args.run[0].resolve().parent / "README.md"]
+        for page in [page for page in pages if page.exists() and MARK.search(page.read_text())]:
+            text = rebuild(page)
+            with beside(page) as part:
+                part.write_text(text)
+            print(f"{page} is up to date")
+        return
+    empty = [folder for folder in args.run if not below(folder)]
+    if empty:
+        raise UserError(f"{empty[0]} has no runs: give folders with args.json and metrics.csv")
+    if args.out and args.out.suffix not in (".png", ".pdf", ".svg"):
+        raise UserError(f"--out {args.out}: name a .png, .pdf or .svg")
+    if args.out and args.out.exists():
+        raise UserError(f"{args.out} exists: choose another --out")
+    names = (Path(f"report{end}.png") for end in ("", *(f"-{i}" for i in range(2, 1000))))
+    picture = args.out or next(name for name in names if not name.exists())
+    runs = compare([folder for given in args.run for folder in below(given)])
+    rows = [row for of_name in runs.values() for one in of_name.runs for row in one.rows]
+    has = {c for row in rows for c in row if isinstance(row[c], (int, float)) and not np.isnan(row[c])}
+    columns = args.columns or [column for column in MEASURES if column in has]
+    if not has:
+        raise UserError(f"{args.run[0]} has no round yet: wait for the first")
+    if set(columns) - has:
+        raise UserError(f"--columns {min(set(columns) - has)}: the runs have {', '.join(sorted(has))}")
+    longest = max(len(one.rows) for of_name in runs.values() for one in of_name.runs)
+    title = f"mean of the last {min(args.last, longest)} evaluations, over seeds; accuracies in percent"
+    print_table(title, runs, columns, args.last)
+    with beside(picture) as part:
+        bands(part, runs, titles(columns))
+    print(f"curves are in {picture}")
+
+
+if __name__ == "__main__":
+    sys.argv[0] = "report.py"
+    run.launch(main)
