@@ -2,38 +2,40 @@
 
 Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating Clients (arXiv
 2310.07171), section IV-B2. The server keeps each participating client's latest g = w - w_i. In each round it selects
-the vertices of the convex hull of these points. Gradients of clients that never train may then lie inside the hull.
+the vertices of the convex hull of these points. The idea: gradients of clients that never train probably lie inside
+the hull, or near it.
 
     Algorithm 2                                                          in the code
-     1  before round 1 all participating clients train from w_0          main, on entering the table
+     1  before round 1 all participating clients train from w_0          main, at the start of round 1
         and upload g_0^i
      2  for round t = 1 .. T                                             main
-     3      I_t = Convex Hull(table), by quickhull                       principal_components, vertices_of
-     5      for client i in I_t in parallel                              trainer.local_updates
+     3      I_t = Convex Hull(table), by quickhull                       main, principal_components, vertices_of
+     5      for client i in I_t in parallel                              main, trainer.local_updates
      6          w_t^i = LocalSolver(w_t, S_i, eta)                       train.local_solver
-     7          g_t^i = w_t - w_t^i                                      trainer.local_updates, a row of `updates`
-     9      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                server.aggregate
-        (section IV-B) the table keeps g_t^i for i in I_t                GradientTable.put
+     7          g_t^i = w_t - w_t^i                                      main, trainer.local_updates
+        (section IV-B: the table keeps g_t^i for i in I_t)               GradientTable.put
+     9      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                main, server.aggregate
 
-Line 4 is minimax_select.py.
+For line 4 see minimax_select.py.
 
-Where the paper is silent (and the first two choices matter)
-1. In which space. M points in general position are all vertices if there are M - 1 or more dimensions, and quickhull
-   cannot run in a million dimensions. So the projection decides. Here: the first --hull-dim principal components of the
-   centred gradients. --no-raw first scales them to unit length, because the paper speaks of "cosine similarity to
-   construct the convex hull". See results/wu for dimensions 2 to 6 and for both scales.
-2. How many clients are selected follows from the dimension. --draw N selects N of the vertices at random.
-3. Fewer distinct points than a hull in --hull-dim dimensions needs, or all on a plane or a line: the hull in the
-   dimension that they span. Of clients at the same point one is selected; if all are the same, the first client.
-4. alpha_i: the theory has 1/K, and the experiments do not say. The default is --weighting equal.
-5. Interior, table 1's ablation, draws as many clients that are no vertices as there are vertices, or all such clients
-   if there are fewer. The run stops if there are none.
+Where the paper is silent (choices 1 and 2 change the result most)
+1. The space of the hull. With M - 1 or more dimensions, normally all M points are vertices. Also, quickhull cannot run
+   in a million dimensions. So we project first, and the projection decides which clients are vertices. We centre the
+   gradients and keep their first --hull-dim principal components. With --no-raw, each gradient is first scaled to
+   length 1, because the paper speaks of "cosine similarity to construct the convex hull". See results/wu for both.
+2. How many clients are selected: as many as the hull has vertices. --draw N draws N of them at random.
+3. If the points span fewer than --hull-dim dimensions, the hull is built in the dimensions that they span. If several
+   clients share a point, one of them is selected. If all share one point, the first client is selected.
+4. alpha_i: the theory uses 1/K, and the experiments do not say. The default is --weighting equal.
+5. Interior, table 1's ablation, draws from the clients that are not vertices. It draws as many as there are vertices,
+   or all if there are fewer. The run stops if there are none.
 6. Clients that leave and come back ("client churn"): --churn is the probability that a client is away in a round. A
-   present client without a usable g trains from the current w and enters the table. It can be selected at once.
-7. Noisy clients (figure 7): --label-noise with --trim, the trimmed mean, which has no weights. It cuts int(trim K)
-   clients at either end, and at least one.
+   present client with no g in the table (or with a zero or non-finite one) trains from the current w and enters the
+   table. It can be selected in the same round.
+7. Noisy clients (figure 7): --label-noise with --trim, the trimmed mean. For each parameter it drops the int(trim K)
+   smallest and largest values, at least one of each. It has no weights.
 8. Event-triggered uploads (section IV-B, "communication and computation cost"): with --event-threshold, a selected
-   client whose g changed by less than this share of its norm uploads nothing. The server then uses its last g.
+   client uploads nothing if ||new g - old g|| is less than this share of ||old g||. The server then uses the old g.
 9. The models ("a CNN", "an RNN"): those of McMahan et al. and of LEAF. ResNet-18 has group norm. See common/models.py.
 10. ID: the paper has the local test sets of the selected clients. Ours are those of all participating clients: a fifth
     of each client's samples (of text a tenth), not used for training.
@@ -58,11 +60,11 @@ from common import UserError, flags, plots, random_at, run, server, splits, trai
 
 
 def principal_components(products: Tensor, dim: int, scale: bool = False) -> Tensor:
-    """Inner products [M, M] of updates -> coordinates in their first principal components, float64 [M, up to dim].
+    """Inner products [M, M] of updates -> coordinates along their first principal components, float64 [M, up to dim].
 
     scale  first scales the updates to unit length
 
-    There are fewer coordinates than dim if the updates span fewer dimensions, up to rounding.
+    Fewer columns are returned if the updates span fewer dimensions. Very small components count as rounding.
     """
     gram = products.double()
     if scale:
@@ -86,13 +88,15 @@ def vertices_of(points: Tensor) -> Tensor:
 
 
 def hull_vertices(updates: Tensor, dim: int, scale: bool = False) -> Tensor:
-    """The clients on the hull, from their updates [M, P] (w before training minus w after, not weights).
+    """Line 3 for other projects: the clients on the hull, from their updates [M, P].
+
+    An update is w before training minus w after, not weights.
 
     dim    principal components in which the hull is built, 1 to 8
     scale  first scales the updates to unit length
 
     Updates that are zero or not finite are never selected. Returns rows of `updates`, int64, ascending, on the device
-    of `updates`. Raises ValueError if `updates` is not a matrix with a usable row, or for another dim.
+    of `updates`. Raises ValueError if `updates` is not a matrix, if no row is usable, or if dim is not in 1 to 8.
     """
     if updates.dim() != 2 or not 1 <= dim <= 8:
         raise ValueError(f"updates must be [clients, parameters], not {tuple(updates.shape)}; dim 1 to 8, not {dim}")
@@ -102,19 +106,20 @@ def hull_vertices(updates: Tensor, dim: int, scale: bool = False) -> Tensor:
         raise ValueError(f"none of the {len(updates)} updates is usable: they are zero or not finite")
     rows = updates[usable].double()
     rows = F.normalize(rows) if scale else rows
-    rows = rows - rows.mean(0)  # before the products, so that a large common part costs no precision
+    rows = rows - rows.mean(0)  # otherwise a large common part would cost precision
     return usable[vertices_of(principal_components((rows @ rows.T).cpu(), dim)).to(usable.device)]
 
 
 def interior(m: int, vertices: Tensor) -> Tensor:
-    """The indices of the m points that are no vertices: int64, ascending."""
+    """The indices of the m points that are not vertices: int64, ascending."""
     return torch.nonzero(torch.isin(torch.arange(m), vertices, invert=True)).flatten()
 
 
-# Section V: 40 of 100 clients participate; table 1: 5 local epochs, batches of 128, the Dirichlet alpha; figure 8:
-# CIFAR-100; figure 9: NICO, for a folder of images. The paper tunes the learning rate over {0.1, 0.01, 0.001} and does
-# not say which one it chose; ours is the best of these for random selection on CIFAR-10 (results/wu). Our choices: 200
-# rounds, glyphs, and the Dirichlet alpha of data sets that the paper does not use.
+# Local epochs and batch size: section V. Dirichlet alpha: table 1 if the paper uses the data set, else our choice.
+# cifar100 is figure 8, and a folder is NICO of figure 9. Learning rate: the paper tunes it over {0.1, 0.01, 0.001} and
+# says only for figures 7 to 9 which one it chose, 0.01. For the others, 0.1 was the best one for random selection on
+# CIFAR-10 (results/wu). glyphs and 200 rounds are our choices. The flags default to 100 clients, of which 40
+# participate, as in the paper.
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 SETTINGS = {
     "glyphs": {**PAPER, "dirichlet": 0.1, "width": 0.5, "batch_size": 32, "lr": 0.05, "rounds": 25},
@@ -129,13 +134,13 @@ SETTINGS = {
 def own_flags(add) -> None:
     add("--selection", choices=["hull", "interior"], default="hull", help="line 3, or its ablation")
     add("--hull-dim", type=flags.at_least(1, int, 8), default=3, help="principal components in which the hull is built")
-    add("--raw", action=argparse.BooleanOptionalAction, default=True, help="gradients as they are, or of unit length")
-    add("--draw", type=flags.at_least(1), metavar="N", help="train N of the vertices (or interior), drawn at random")
+    add("--raw", action=argparse.BooleanOptionalAction, default=True, help="gradients as they are, not of length 1")
+    add("--draw", type=flags.at_least(1), metavar="N", help="train only N of the clients found, drawn at random")
     server.table_flags(add)
 
 
 def main(argv: list[str] | None = None) -> None:
-    hull_decides = {"sample": lambda args: "the hull decides how many clients are selected; --draw takes fewer"}
+    hull_decides = {"sample": lambda args: "the hull sets the number of clients; use --draw to take fewer"}
     args = flags.parse(__doc__, SETTINGS, own_flags, argv, **hull_decides)
     data, clients, model, trainer = flags.prepare(args)
     if (args.draw or 1) > clients.participating:
@@ -150,26 +155,26 @@ def main(argv: list[str] | None = None) -> None:
     table = server.GradientTable(**state["table"])
     for t in log.rounds(state, args.rounds):  # line 2
         present = server.present(clients.ids, args.churn, random_at(args.seed, "churn", t))
-        for newcomers in table.missing(present).split(args.sample):  # line 1: in round 1 all of them
+        for newcomers in table.missing(present).split(args.sample):  # line 1: in round 1 all present clients
             joined, updates, _ = trainer.local_updates(
                 train.local_solver, model, state["w"], newcomers, clients.train, 0, needed=0
             )
             table.put(joined, updates)
         present = table.known(present)
         if not len(present):
-            raise UserError("no update can be used: lower --lr if they are not finite, raise it if they are zero")
+            raise UserError("no update can be used: lower --lr if they are not finite, raise --lr if they are zero")
 
         points = principal_components(table.products[present][:, present].cpu(), max(2, args.hull_dim), not args.raw)
-        vertices = vertices_of(points[:, : args.hull_dim])  # line 3
+        vertices = vertices_of(points[:, : args.hull_dim])  # line 3 (the picture always needs two coordinates)
         candidates = vertices if args.selection == "hull" else interior(len(present), vertices)
         if not len(candidates):
             raise UserError(f"round {t}: no client lies inside the hull; lower --hull-dim")
         count = min(args.draw or len(vertices), len(candidates))
-        selected = present[splits.draw(candidates, count, random_at(args.seed, "select", t))]
+        selected = present[splits.draw(candidates, count, random_at(args.seed, "select", t))]  # line 3: I_t
         selected, updates, losses = trainer.local_updates(
             train.local_solver, model, state["w"], selected, clients.train, t
-        )  # lines 5, 6, 7
-        updates = table.put(selected, updates, args.event_threshold)
+        )  # lines 5, 6, 7: one row of `updates` per client whose upload can be used, g_i = w - w_i
+        updates = table.put(selected, updates, args.event_threshold)  # section IV-B
         state["w"] = state["w"] - server.aggregate(updates, weights[selected], args.trim)  # line 9
         loss = server.aggregate(losses[:, None], weights[selected], 0).squeeze()
         plane = F.pad(points[:, :2], (0, 2 - points[:, :2].shape[1]))

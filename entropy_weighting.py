@@ -1,42 +1,44 @@
 """Entropy weighting: clients with many kinds of labels get a larger weight in the server's average.
 
 Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating Clients (arXiv
-2310.07171), section IV-A (maximum entropy aggregation). The paper has no listing of this method, so the lines below are
-ours. A client's weight grows with the entropy of its labels. This lowers an upper bound on the gap between the model's
-loss for participating clients and its loss for clients that never train.
+2310.07171), section IV-A (maximum entropy aggregation). The paper gives no listing for this method. We wrote
+the numbered lines below. A client's weight grows with the entropy of its labels. This lowers an upper bound on the gap
+between the model's loss for participating clients and its loss for clients that never train.
 
     Section IV-A                                                         in the code
      1  H_i = -sum_y p_i(y) log p_i(y) from the labels of client i       label_entropy
      2  each client uploads H_i once, before round 1                     main
      3  alpha_i = exp(H_i) / sum_j exp(H_j)                    (14)      entropy_weights
-     4  in each round, the selected clients train; g_i = w - w_i         client_update
-     5  w <- w - sum over the selected clients of alpha_i g_i            main
-     6  the objective that this raises: sum_i alpha_i H_i      (13)      main, the column `objective`
+     4  in each round, selected clients train; g_i = w - w_i             client_update, trainer.local_updates
+     5  w <- w - sum over the selected clients of alpha_i g_i, with      main
+        the alpha_i divided by their sum
+     6  the objective that this raises: the sum of alpha_i H_i  (13)     main, the column `objective`
 
-Noisy labels also have a large entropy. The paper names remedies; --label-noise makes the noise:
+Noisy labels also have a large entropy. --label-noise SHARE RATE adds such noise. The paper names these remedies:
     a total-variation norm penalty in each local objective (figure 7)                            --tv
     expelling clients with an extremely large entropy                                            --expel
     the similarity to the uniform label distribution instead of the entropy                      --weighting cosine
-    a Byzantine-robust average (used with the selections: minimax_select.py, convex_hull_select.py)
-Not here: other authors' detection of noisy clients, homomorphic encryption of H_i, FedALRC and FedGAMMA.
+    a Byzantine-robust average, with the two selections (minimax_select.py, convex_hull_select.py)   --trim
+Not here: the detection of noisy clients by other authors' methods, encrypted uploads of H_i, and the methods FedALRC
+and FedGAMMA of figures 8 and 9.
 
 Where the paper is silent
-1. Selected clients: their weights are divided by their sum. --sample clients are selected at random.
-2. H_i is the entropy of a client's training samples, in nats, after label noise, which the client cannot see.
-3. Which similarity: the cosine between the label distribution and the uniform one, in the place of H_i in (14). With
-   KL(p_i || uniform) = log C - H_i the weights would not change: exp(-KL_i) is proportional to exp(H_i).
+1. Each round draws --sample clients at random. Their weights are divided by the sum of their weights.
+2. H_i is the entropy of a client's training samples, in nats. Label noise counts, because the client does not see it.
+3. Which similarity: the cosine between the label distribution and the uniform one, instead of H_i in (14). With minus
+   KL(p_i || uniform) = log C - H_i the weights would not change, because log C cancels.
 4. How many clients are expelled: the share --expel of the participating clients, those with the largest entropy.
-5. Label noise: a Bernoulli draw decides whether a client is noisy. Each of its training labels then changes, with the
-   flip rate as probability, into one of the others, all equally likely. Held-out samples keep their true labels. The
-   paper gives neither the share of noisy clients, nor the flip rate, nor lambda. It does not give the penalty's form
-   either; here it is lambda ||w_i - w||_1 over the parameters.
-6. The models ("a CNN"): that of McMahan et al. ResNet-18 has group norm. See common/models.py.
-7. ID: the paper has the local test sets of the selected clients. Ours are those of all participating clients: a fifth
-   of each client's samples, not used for training.
-8. p_i describes a client fully only if clients differ in their labels. Other shifts need another estimate of entropy.
+5. Label noise: a Bernoulli draw decides whether a client is noisy. Each of its training labels is then replaced with
+   the probability RATE by one of the other classes, all equally likely. Held-out samples keep their true labels. The
+   paper gives neither SHARE nor RATE. It also does not give the form of the penalty nor its weight lambda. Ours is
+   lambda ||w_i - w||_1 over the parameters.
+6. The paper says only "a CNN". Ours is the CNN of McMahan et al. ResNet-18 has group norm. See common/models.py.
+7. ID: the paper tests on the local test sets of the selected clients. We test on those of all participating clients: a
+   fifth of each client's samples (of text a tenth), not used for training.
+8. p_i describes a client fully only if clients differ in nothing but their labels. Other shifts need another estimate.
 
     python entropy_weighting.py
-    python entropy_weighting.py --weighting size                                          (table 2; equal is the third)
+    python entropy_weighting.py --weighting size                                          (table 2; also equal)
     python entropy_weighting.py --dataset cifar10
     python entropy_weighting.py --dataset cifar10 --dirichlet 0.09 --batch-size 16 --local-epochs 3 --lr 0.01 \\
         --label-noise 0.3 0.5 --tv 1e-4                                                                    (figure 7)
@@ -52,7 +54,7 @@ from common import UserError, flags, plots, random_at, run, splits, train
 def label_entropy(label_counts: Tensor) -> Tensor:
     """Counts of labels [M, C] -> the entropy of each row's distribution in nats, float64 [M].
 
-    Raises ValueError if the counts are not a matrix, or if a row is empty or has a number that is no count.
+    Raises ValueError if the counts are not a matrix, or if a row is empty or has a negative or non-finite number.
     """
     counts = label_counts.double()
     if counts.dim() != 2 or not torch.isfinite(counts).all() or (counts < 0).any() or (counts.sum(1) == 0).any():
@@ -61,7 +63,10 @@ def label_entropy(label_counts: Tensor) -> Tensor:
 
 
 def entropy_weights(label_counts: Tensor) -> Tensor:
-    """Equation 14: counts of labels [M, C] -> aggregation weights alpha, float64 [M], with sum 1. Raises as above."""
+    """Equation 14: counts of labels [M, C] -> aggregation weights alpha, float64 [M], with sum 1.
+
+    Raises ValueError like label_entropy.
+    """
     return torch.softmax(label_entropy(label_counts), 0)
 
 
@@ -72,12 +77,12 @@ def cosine_weights(label_counts: Tensor) -> Tensor:
 
 
 def client_update(model, w, batches, optimizer, autocast, tv):
-    """Line 4 for one client: trains `model` from w [P] on. Yields each batch's loss.
+    """Line 4 for one client: trains `model`, starting from w [P]. Yields each batch's loss to the trainer.
 
     tv  lambda, the weight of the penalty ||w_i - w||_1
     """
     train.set_weights(model, w)
-    start = train.unflatten(model, w)  # parameters, then buffers, which have no penalty
+    start = train.unflatten(model, w)  # parameters first, then buffers; only parameters have a penalty
     for x, y in batches:
         with autocast():
             loss = F.cross_entropy(model(x), y)
@@ -89,10 +94,11 @@ def client_update(model, w, batches, optimizer, autocast, tv):
         yield loss
 
 
-# Section V: 40 of 100 clients participate; table 2: 5 local epochs, batches of 128, the Dirichlet alpha; figure 8:
-# CIFAR-100; figure 9: NICO, for a folder of images. The paper tunes the learning rate over {0.1, 0.01, 0.001} and does
-# not say which one it chose; ours is the best of these for random selection on CIFAR-10 (results/wu). Our choices: 10
-# clients selected per round, 200 rounds, glyphs, and the Dirichlet alpha of data sets that the paper does not use.
+# Local epochs and batch size: section V. Dirichlet alpha: table 2 if the paper uses the data set, else our choice.
+# cifar100 is figure 8, and a folder is NICO of figure 9. Learning rate: the paper tunes it over {0.1, 0.01, 0.001} and
+# says only for figures 7 to 9 which one it chose, 0.01. For the others, 0.1 was the best one for random selection on
+# CIFAR-10 (results/wu). glyphs and 200 rounds are our choices. The flags default to 100 clients, of which 40
+# participate, as in the paper (that 10 train per round is our choice).
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 SETTINGS = {
     "glyphs": {**PAPER, "dirichlet": 0.05, "width": 0.5, "batch_size": 32, "lr": 0.05, "rounds": 25},
@@ -106,9 +112,9 @@ SETTINGS = {
 
 def own_flags(add) -> None:
     kinds = ["entropy", "cosine", "size", "equal"]
-    add("--weighting", choices=kinds, default="entropy", help="alpha of equation 14, or another one")
+    add("--weighting", choices=kinds, default="entropy", help="entropy is equation 14; the others replace it")
     add("--tv", type=flags.at_least(0, float), default=0.0, help="lambda of the total-variation penalty")
-    add("--expel", type=flags.at_least(0, float, 0.99), default=0.0, help="share of clients expelled for their entropy")
+    add("--expel", type=flags.at_least(0, float, 0.99), default=0.0, help="share of clients removed, by entropy")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -118,15 +124,17 @@ def main(argv: list[str] | None = None) -> None:
     entropies = label_entropy(counts)  # lines 1, 2
     expelled = int(args.expel * len(entropies) + 1e-9)
     if args.expel and not expelled:
-        raise UserError(f"--expel {args.expel} of {len(entropies)} clients expels nobody: raise it")
+        raise UserError(f"--expel {args.expel} of {len(entropies)} clients is less than one client: raise it")
     kept = entropies.argsort(stable=True)[: len(entropies) - expelled].sort().values
     if args.sample > len(kept):
         raise UserError(f"--sample {args.sample}: only {len(kept)} clients are left after --expel {args.expel}")
     sizes = counts.sum(1)
     alphas = {
-        "entropy": entropy_weights(counts), "cosine": cosine_weights(counts), "size": sizes / sizes.sum(),
+        "entropy": entropy_weights(counts),  # line 3
+        "cosine": cosine_weights(counts),
+        "size": sizes / sizes.sum(),
         "equal": torch.full_like(sizes, 1 / len(sizes)),
-    }  # line 3  # fmt: skip
+    }
     log = run.Run(args, trainer, ["objective"])
     plots.partition(log.folder / "partition.png", data, clients)
     plots.label_weights(log.folder / "weights.png", counts, entropies, alphas)
@@ -136,7 +144,7 @@ def main(argv: list[str] | None = None) -> None:
         selected = splits.draw(kept, args.sample, random_at(args.seed, "select", t))
         selected, updates, losses = trainer.local_updates(
             client_update, model, state["w"], selected, clients.train, t, tv=args.tv
-        )  # line 4
+        )  # line 4: one row of `updates` per client whose upload can be used, g_i = w - w_i
         alpha = alphas[args.weighting][selected] / alphas[args.weighting][selected].sum()
         objective = (alpha * entropies[selected]).sum()  # line 6
         state["w"] = state["w"] - alpha.to(updates) @ updates  # line 5

@@ -1,44 +1,49 @@
-"""FedIIR: clients align the gradients of their classifiers, so that the model fits domains that never trained.
+"""FedIIR: clients align the gradients of their classifiers, so that the model works on domains without training data.
 
 Guo, Guo, Cao, Zheng and Wang, Out-of-Distribution Generalization of Federated Learning via Implicit Invariant
 Relationships, ICML 2023. A model theta has a feature extractor and a classifier omega. Each client adds a penalty to
-its risk: the squared distance between its own gradient with respect to omega and a moving average over the clients.
+its risk: the squared distance between its gradient with respect to omega and the clients' mean gradient, which is also
+averaged over the rounds.
 
     Algorithm 1, FedIIR, counting every line of its listing              in the code
-     1  initialise theta^0                                               federate
+     1  initialise theta^0                                               leave_out, federate
      2  for t = 1 .. T                                                   federate
      3      sample a subset C of the clients                             federate
-     4      g = mean over C of grad_omega R_c(theta^{t-1})               client_gradient, and its mean in federate
+     4      g = mean over C of grad_omega R_c(theta^{t-1})               client_gradient, federate
             and its moving average g^t = v g^{t-1} + (1 - v) g           moving_average (appendix C)
-     5      on each client c in C, in parallel                           trainer.local_updates
+     5      on each client c in C, in parallel                           federate, trainer.local_updates
      6          theta_c = theta^{t-1}                                    client_update
      7          for k = 1 .. K                                           client_update
-     8              sample a mini-batch from its data                    client_update
-    10              g_c = grad [R_c + gamma/2 ||grad_omega R_c - g||^2]  fediir_loss and backward() in client_update
+     8              sample a mini-batch from its data                    client_update, from `batches`
+    10              g_c = grad [R_c + gamma/2 ||grad_omega R_c - g^t||^2]  client_update, fediir_loss
     11              theta_c <- theta_c - eta_l g_c                       client_update
-    13          Delta_c = theta_c - theta^{t-1}                          trainer.local_updates; `updates` has -Delta_c
+    13          Delta_c = theta_c - theta^{t-1}                          federate, trainer.local_updates
     15      theta^t = theta^{t-1} + eta_g mean of Delta_c                federate
 
-Line 9 is FedAvg's gradient; line 10 with gamma = 0 is the same. Algorithm 2 (which client holds what) is by_domain() in
+With gamma = 0, line 10 becomes line 9, FedAvg's. Algorithm 2 (which client holds what) is by_domain() in
 common/splits.py.
 
 Where the paper is silent or unclear
- 1. The moving average starts at zero, without a correction for that, as in the authors' code. So in the first rounds
-    g^t is small, and the penalty makes gradients small rather than equal.
- 2. K: one local epoch (section 5.1) in slices of a random order of the samples. The last slice may be smaller.
+ 1. The moving average starts at zero. As in the authors' code, nothing corrects for that. In the first rounds g^t is
+    therefore near zero, and the penalty pulls the gradients towards zero instead of towards each other.
+ 2. K steps are one local epoch (section 5.1). The client shuffles its samples and cuts them into batches.
  3. Line 4 uses the model in evaluation mode, on all of a client's training samples.
  4. Validation data: 10 % of each client's samples. The chosen model is the first one with the best accuracy on the
     validation data of all participating clients together.
- 5. FedAvg, for comparison, has the same learning rate, batch size, clients, initial weights, selections and batches.
- 6. In metrics.csv, penalty is gamma/2 mean over C of ||grad_omega R_c - g^t||^2 at theta^{t-1}, penalty_share is its
-    share of the loss, and gradient_spread is the mean over C of ||grad_omega R_c - g||^2 with the plain mean g.
- 7. ResNets have group norm, or batch norm with stored statistics if they start from ImageNet weights (--pretrained),
-    as in the authors' code. Hidden layers are as wide as their input. Images are not augmented.
+ 5. FedAvg, for comparison, has the same learning rate, batch size, clients, initial weights, selections and batches,
+    and equal weights in line 15.
+ 6. Columns of metrics.csv: `penalty` is gamma/2 times the mean over C of ||grad_omega R_c - g^t||^2 at theta^{t-1}.
+    `penalty_share` is its share of the loss. `gradient_spread` is the mean over C of ||grad_omega R_c - g||^2.
+ 7. ResNets have group norm. With --pretrained they have batch norm with fixed statistics, as in the authors' code. The
+    hidden layer of a classifier is as wide as its input. Images are not augmented.
+ 8. Clients with a gradient, loss or update that is not finite are left out of the means.
 
-Where the authors' code differs: local SGD has momentum 0.9 (--momentum 0.9; see results/fediir); the penalty has no
-factor 1/2 (double --gamma); line 4 averages over mini-batches, not over clients; images are in 0..1, not -1..1; the
-classifier starts from Kaiming-normal weights, and a ResNet's is 512-256-classes; validation is every ten rounds
-(--evaluate-every 10), as an unweighted mean over domains; images of 224 pixels are cropped, flipped and jittered.
+Where the authors' code differs
+- Local SGD has momentum 0.9 (--momentum 0.9; see results/fediir). The penalty has no factor 1/2 (double --gamma).
+- Line 4 averages over mini-batches, not over clients. Images are in 0..1, not in -1..1.
+- The classifier starts from Kaiming-normal weights. That of a ResNet has two layers, 512 to 256 to classes.
+- Validation is every ten rounds (--evaluate-every 10) and is an unweighted mean over domains.
+- Images of 224 pixels are cropped, flipped, jittered and turned grey at random.
 
     python fediir.py
     python fediir.py --dataset mnist --test-domain all                                                    (table 8)
@@ -61,9 +66,9 @@ from common import UserError, flags, plots, random_at, run, splits, train
 
 
 def risk_and_gradient(classifier: nn.Module, z: Tensor, y: Tensor, graph: bool = False) -> tuple[Tensor, Tensor]:
-    """From features z: the risk R (mean cross-entropy), and its gradient for the classifier, grad_omega R [Q].
+    """The risk R (mean cross-entropy) of features z, and its gradient for the classifier, grad_omega R [Q].
 
-    graph  keeps the graph, so that the gradient can be differentiated again
+    graph  if true, the gradient can be differentiated again
     """
     omega = [p for p in classifier.parameters() if p.requires_grad]
     with torch.autocast(z.device.type, enabled=False):  # gradients are compared in full precision
@@ -77,12 +82,12 @@ def fediir_loss(
 ) -> Tensor:
     """R + gamma/2 ||grad_omega R - global_gradient||^2 (line 10) for the model classifier(features(x)).
 
-    Its gradient reaches all parameters, also through grad_omega R, which takes a second derivative. Frozen parameters
-    of the classifier do not count. Raises ValueError if global_gradient is not [Q], one number per parameter of omega.
+    backward() reaches all parameters, also through grad_omega R, which needs second derivatives. Frozen parameters of
+    the classifier are no part of omega. Raises ValueError if global_gradient is not [Q], one number per parameter.
     """
     risk, gradient = risk_and_gradient(classifier, features(x), y, graph=True)
     if global_gradient.shape != gradient.shape:
-        raise ValueError(f"global_gradient is {tuple(global_gradient.shape)}, not {tuple(gradient.shape)}")
+        raise ValueError(f"global_gradient has shape {tuple(global_gradient.shape)}, not {tuple(gradient.shape)}")
     return risk + gamma / 2 * (gradient - global_gradient).square().sum()
 
 
@@ -92,24 +97,24 @@ def moving_average(before: Tensor, now: Tensor, v: float) -> Tensor:
 
 
 def client_gradient(model, batches, autocast):
-    """Line 4 for one client: grad_omega R_c over all its samples, and behind it R_c: [Q + 1]."""
+    """Line 4 for one client: grad_omega R_c over all its samples, and R_c as the last number: [Q + 1]."""
     total, samples = 0, 0
     for x, y in batches:
         with torch.no_grad(), autocast():
             z = model.features(x)
-        risk, gradient = risk_and_gradient(model.classifier, z, y)
+        risk, gradient = risk_and_gradient(model.classifier, z, y)  # line 4
         total, samples = total + len(y) * torch.cat([gradient, risk.detach()[None]]), samples + len(y)
     return total / samples
 
 
 def client_update(model, w, batches, optimizer, autocast, global_gradient, gamma):
-    """Lines 6 to 12 for one client: trains `model` from w [P] on. Yields each batch's loss."""
+    """Lines 6 to 12 for one client: trains `model`, starting from w [P]. Yields each batch's loss to the trainer."""
     train.set_weights(model, w)  # line 6
     for x, y in batches:  # lines 7, 8
         with autocast():
-            loss = fediir_loss(model.features, model.classifier, x, y, global_gradient, gamma)
+            loss = fediir_loss(model.features, model.classifier, x, y, global_gradient, gamma)  # line 10
         optimizer.zero_grad()
-        loss.backward()  # line 10
+        loss.backward()
         optimizer.step()  # line 11
         yield loss
 
@@ -124,12 +129,12 @@ COLUMNS = ["penalty", "penalty_share", "gradient_spread"]
 
 
 def federate(args, trainer: train.Trainer, model: nn.Module, w: Tensor, clients: splits.Clients, log: run.Run) -> dict:
-    """Algorithm 1 from w on. Returns the server's state, with w, best_w and the chosen round in it."""
+    """Runs Algorithm 1 from the weights w. Returns the server's state, with w, best_w and the chosen round in it."""
     g = torch.zeros(sum(p.numel() for p in model.classifier.parameters()), device=trainer.device)
     state = log.restore({"w": w, "g": g, "best_w": w, "chosen": {"id_accuracy": -1.0}})  # line 1
     for t in log.rounds(state, args.rounds):  # line 2
         selected = splits.draw(clients.ids, args.sample, random_at(args.seed, "select", t))  # line 3
-        found = trainer.map_clients(client_gradient, model, state["w"], selected, clients.train)
+        found = trainer.map_clients(client_gradient, model, state["w"], selected, clients.train)  # line 4
         usable = torch.isfinite(found.sum(1))
         if not usable.any():
             raise UserError(f"training diverged in round {t}: lower --lr")
@@ -139,7 +144,7 @@ def federate(args, trainer: train.Trainer, model: nn.Module, w: Tensor, clients:
 
         selected, updates, losses = trainer.local_updates(
             client_update, model, state["w"], selected, clients.train, t, global_gradient=state["g"], gamma=args.gamma
-        )  # lines 5, 13
+        )  # lines 5, 13: one row of `updates` per client, w - w_c = -Delta_c
         state["w"] = state["w"] - args.server_lr * updates.mean(0)  # line 15
 
         accuracies = log.evaluate(model, state["w"], clients)
@@ -153,7 +158,7 @@ def federate(args, trainer: train.Trainer, model: nn.Module, w: Tensor, clients:
     return state
 
 
-# Table 3 and section 5.1; 50 clients as in tables 8 to 11. A folder of images has PACS's settings. glyphs: our choice.
+# Table 3 and section 5.1; 50 clients as in tables 8 to 11. Folders have the settings of PACS. glyphs: our choice.
 PAPER = {"clients": 50, "local_epochs": 1, "rounds": 100}
 ROTATED = {**PAPER, "rotate": [0, 15, 30, 45, 60, 75], "test_domain": "0", "model": "convnet", "lr": 1e-2,
            "batch_size": 64, "gamma": 1e-2}  # fmt: skip
@@ -169,7 +174,7 @@ SETTINGS = {
 
 def own_flags(add) -> None:
     def is_fedavg(args):
-        return args.gamma == 0 and "--gamma 0 is FedAvg"
+        return args.gamma == 0 and "--gamma 0 means FedAvg"
 
     add("--gamma", type=flags.at_least(0, float), default=1e-2, help="gamma, the penalty's weight; 0 is FedAvg")
     add("--ema", type=flags.at_least(0, float, 1), default=0.95, idle_if=is_fedavg, help="v of the moving average")
@@ -178,7 +183,7 @@ def own_flags(add) -> None:
 
 
 def leave_out(args, domain: str, folder: Path | None) -> tuple[Path, list[list]]:
-    """Trains without this domain: FedIIR, and FedAvg for comparison. Returns the folder and the final table's rows."""
+    """Leaves this domain out; trains FedIIR, then FedAvg. Returns the folder and the rows of the final table."""
     args = argparse.Namespace(**{**vars(args), "test_domain": domain})
     data, clients, model, trainer = flags.prepare(args)
     start, runs, rows, pictures = train.get_weights(model), {}, [], {}
@@ -202,7 +207,7 @@ def leave_out(args, domain: str, folder: Path | None) -> tuple[Path, list[list]]
 def main(argv: list[str] | None = None) -> None:
     args = flags.parse(__doc__, SETTINGS, own_flags, argv)
     if args.test_domain is None:
-        raise UserError("--test-domain is missing: name the domain to leave out, or all for each in turn")
+        raise UserError("--test-domain is missing: name the domain to leave out, or `all` to leave out each in turn")
     if args.test_domain != "all":
         folder, rows = leave_out(args, args.test_domain, None)
     else:
@@ -217,7 +222,7 @@ def main(argv: list[str] | None = None) -> None:
             numbers = zip(*(row[3:] for row in rows if row[0] == name), strict=True)
             rows.append([name, "mean", "", *(sum(column) / len(domains) for column in numbers)])
     header = ["", "test domain", "chosen round", "ID (validation)", "OOD", "OOD, last round"]
-    run.table(f"{args.dataset}: accuracies of the round that validation chose", header, rows)
+    run.table(f"{args.dataset}: accuracies in the round with the best validation accuracy", header, rows)
     print(f"metrics, models and pictures are in {folder}")
 
 

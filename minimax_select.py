@@ -1,36 +1,37 @@
 """Minimax selection: train the clients whose gradients are least similar to any other client's gradient.
 
 Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating Clients (arXiv
-2310.07171), section IV-B1. The server keeps each participating client's latest g = w - w_i. In each round it finds for
-every client the most similar other client, by cosine similarity. It selects the K clients for which that similarity is
-smallest.
+2310.07171), section IV-B1. The server keeps each participating client's latest g = w - w_i. In each round it computes
+each client's largest cosine similarity to any other client. It selects the K clients for which this number is smallest.
 
     Algorithm 2                                                          in the code
-     1  before round 1 all participating clients train from w_0          main, on entering the table
+     1  before round 1 all participating clients train from w_0          main, at the start of round 1
         and upload g_0^i
      2  for round t = 1 .. T                                             main
      4      I_t = MinimaxSim(table, K)                                   minimax_select
-     5      for client i in I_t in parallel                              trainer.local_updates
+     5      for client i in I_t in parallel                              main, trainer.local_updates
      6          w_t^i = LocalSolver(w_t, S_i, eta)                       train.local_solver
-     7          g_t^i = w_t - w_t^i                                      trainer.local_updates, a row of `updates`
-     9      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                server.aggregate
-        (section IV-B) the table keeps g_t^i for i in I_t                GradientTable.put
+     7          g_t^i = w_t - w_t^i                                      main, trainer.local_updates
+        (section IV-B: the table keeps g_t^i for i in I_t)               GradientTable.put
+     9      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                main, server.aggregate
 
-Algorithm 1 is MinimaxSim: its lines 2 to 9 compute S*_i = max over j != i of cos(g^i, g^j), its lines 10 to 16 take the
-clients with the smallest S*_i. Line 3 of Algorithm 2 is convex_hull_select.py.
+Algorithm 1 is MinimaxSim. Its lines 2 to 9 compute S*_i = max over j != i of cos(g^i, g^j): GradientTable.cosines and
+largest_similarity. Its lines 10 to 16 take the clients with the smallest S*_i: minimax_select. For line 3 of Algorithm
+2 see convex_hull_select.py.
 
 Where the paper is silent or unclear
-1. K: the loop in Algorithm 1, `while |I| <= K`, ends with K + 1 clients. Equation 16 says K, and so do we.
-2. Equation 16 asks for the K clients with the smallest sum of S*_i. The K smallest S*_i are exactly these.
+1. K: the loop in Algorithm 1, `while |I| <= K`, ends with K + 1 clients. Equation 16 selects K. We follow it.
+2. Equation 16 asks for the K clients with the smallest sum of S*_i. These are the K clients with the smallest S*_i.
 3. Ties go to the smaller client id.
-4. alpha_i: the theory has 1/K, and the experiments do not say. The default is --weighting equal.
+4. alpha_i: the theory uses 1/K, and the experiments do not say. The default is --weighting equal.
 5. Event-triggered uploads (section IV-B, "communication and computation cost"): with --event-threshold, a selected
-   client whose g changed by less than this share of its norm uploads nothing. The server then uses its last g.
+   client uploads nothing if ||new g - old g|| is less than this share of ||old g||. The server then uses the old g.
 6. Clients that leave and come back ("client churn"): --churn is the probability that a client is away in a round. A
-   present client without a usable g trains from the current w and enters the table. It can be selected at once. S* is
-   the maximum over the present clients. If fewer than K are present, all of them train.
-7. Noisy clients (figure 7): --label-noise with --trim, the trimmed mean, which has no weights. It cuts int(trim K)
-   clients at either end, and at least one.
+   present client with no g in the table (or with a zero or non-finite one) trains from the current w and enters the
+   table. It can be selected in the same round. S* is the maximum over the present clients. If fewer than K are
+   present, all of them train.
+7. Noisy clients (figure 7): --label-noise with --trim, the trimmed mean. For each parameter it drops the int(trim K)
+   smallest and largest values, at least one of each. It has no weights.
 8. The models ("a CNN", "an RNN"): those of McMahan et al. and of LEAF. ResNet-18 has group norm. See common/models.py.
 9. ID: the paper has the local test sets of the selected clients. Ours are those of all participating clients: a fifth
    of each client's samples (of text a tenth), not used for training.
@@ -38,7 +39,7 @@ Where the paper is silent or unclear
     selection (figures 8 and 9) is not here.
 
     python minimax_select.py
-    python minimax_select.py --selection maxsim                                    (table 1's ablation, the opposite)
+    python minimax_select.py --selection maxsim                          (table 1's ablation: the most similar clients)
     python minimax_select.py --dataset cifar10
     python minimax_select.py --dataset shakespeare
     python minimax_select.py --dataset cifar10 --dirichlet 0.09 --batch-size 16 --local-epochs 3 --lr 0.01 \\
@@ -53,27 +54,28 @@ from common import UserError, flags, plots, random_at, run, server, train
 
 
 def largest_similarity(similarity: Tensor) -> Tensor:
-    """S*_i = max over j != i of similarity [M, M]: [M]."""
+    """S*_i = max over j != i of similarity [M, M]: [M] (Algorithm 1, lines 2 to 9)."""
     itself = torch.eye(len(similarity), dtype=torch.bool, device=similarity.device)
     return similarity.masked_fill(itself, -torch.inf).amax(1)
 
 
 def minimax_select(similarity: Tensor, k: int) -> Tensor:
-    """The k clients whose largest similarity [M, M] to another client is smallest: int64 [k], ascending.
+    """The k clients with the smallest S*_i, from their similarities [M, M]: int64 [k], ascending.
 
-    Equation 16 and Algorithm 1 of Wu et al. Ties go to the smaller index.
+    Equation 16, and lines 10 to 16 of Algorithm 1 of Wu et al. Ties go to the smaller index.
     """
     return largest_similarity(similarity).sort(stable=True).indices[:k].sort().values
 
 
 def maxsim_select(similarity: Tensor, k: int) -> Tensor:
-    """The opposite of minimax_select: the k clients whose largest similarity to another client is largest."""
+    """The opposite of minimax_select: the k clients with the largest S*_i."""
     return largest_similarity(similarity).sort(descending=True, stable=True).indices[:k].sort().values
 
 
 def minimax_clients(updates: Tensor, k: int) -> Tensor:
-    """The clients that minimax_select takes, from their updates [M, P] (w before training minus w after, not weights).
+    """minimax_select for other projects: the k clients, from their updates [M, P].
 
+    An update is w before training minus w after, not weights.
     Updates that are zero or not finite are never selected. Returns rows of `updates`, int64 [k], ascending, on the
     device of `updates`. Raises ValueError if `updates` is not a matrix, or has fewer than k usable rows.
     """
@@ -87,10 +89,11 @@ def minimax_clients(updates: Tensor, k: int) -> Tensor:
     return usable[minimax_select(unit @ unit.T, k)]
 
 
-# Section V: 40 of 100 clients participate; table 1: 5 local epochs, batches of 128, the Dirichlet alpha; figure 8:
-# CIFAR-100; figure 9: NICO, for a folder of images. The paper tunes the learning rate over {0.1, 0.01, 0.001} and does
-# not say which one it chose; ours is the best of these for random selection on CIFAR-10 (results/wu). Our choices: 10
-# clients selected per round, 200 rounds, glyphs, and the Dirichlet alpha of data sets that the paper does not use.
+# Local epochs and batch size: section V. Dirichlet alpha: table 1 if the paper uses the data set, else our choice.
+# cifar100 is figure 8, and a folder is NICO of figure 9. Learning rate: the paper tunes it over {0.1, 0.01, 0.001} and
+# says only for figures 7 to 9 which one it chose, 0.01. For the others, 0.1 was the best one for random selection on
+# CIFAR-10 (results/wu). glyphs and 200 rounds are our choices. The flags default to 100 clients, of which 40
+# participate, as in the paper (that 10 train per round is our choice).
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 SETTINGS = {
     "glyphs": {**PAPER, "dirichlet": 0.1, "width": 0.5, "batch_size": 32, "lr": 0.05, "rounds": 25},
@@ -103,7 +106,7 @@ SETTINGS = {
 
 
 def own_flags(add) -> None:
-    add("--selection", choices=["minimax", "maxsim"], default="minimax", help="line 4, or its opposite")
+    add("--selection", choices=["minimax", "maxsim"], default="minimax", help="line 4, or the opposite")
     server.table_flags(add)
 
 
@@ -121,20 +124,20 @@ def main(argv: list[str] | None = None) -> None:
     table = server.GradientTable(**state["table"])
     for t in log.rounds(state, args.rounds):  # line 2
         present = server.present(clients.ids, args.churn, random_at(args.seed, "churn", t))
-        for newcomers in table.missing(present).split(args.sample):  # line 1: in round 1 all of them
+        for newcomers in table.missing(present).split(args.sample):  # line 1: in round 1 all present clients
             joined, updates, _ = trainer.local_updates(
                 train.local_solver, model, state["w"], newcomers, clients.train, 0, needed=0
             )
             table.put(joined, updates)
         present = table.known(present)
         if not len(present):
-            raise UserError("no update can be used: lower --lr if they are not finite, raise it if they are zero")
+            raise UserError("no update can be used: lower --lr if they are not finite, raise --lr if they are zero")
 
         selected = present[select(table.cosines(present).cpu(), args.sample)]  # line 4
         selected, updates, losses = trainer.local_updates(
             train.local_solver, model, state["w"], selected, clients.train, t
-        )  # lines 5, 6, 7
-        updates = table.put(selected, updates, args.event_threshold)
+        )  # lines 5, 6, 7: one row of `updates` per client whose upload can be used, g_i = w - w_i
+        updates = table.put(selected, updates, args.event_threshold)  # section IV-B
         state["w"] = state["w"] - server.aggregate(updates, weights[selected], args.trim)  # line 9
         loss = server.aggregate(losses[:, None], weights[selected], 0).squeeze()
         log.log(loss, selected, uploads=table.uploads.sum(), **log.evaluate(model, state["w"], clients))

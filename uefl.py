@@ -1,8 +1,8 @@
-"""UEFL: silos for whose data the model is uncertain get codewords of their own.
+"""UEFL: if the model is uncertain about a client's data, this client gets additional codewords of its own.
 
 Zhang, Cao and Liu, Uncertainty-Based Extensible Codebook for Discrete Federated Learning in Heterogeneous Data Silos
 (arXiv 2402.18888). An encoder turns an image into tokens. Each token is replaced by the nearest of a few learned
-codewords, and a classifier reads these. The clients share v codewords, and uncertain clients get v more.
+codewords, and a classifier reads these codewords. A silo is a client.
 
     Algorithm 1, counting every line of its listing                      in the code
      1  sample K data silos as clients                                   main, flags.prepare
@@ -10,10 +10,10 @@ codewords, and a classifier reads these. The clients share v codewords, and unce
      3  e_k = 0                                                          federate
      4  repeat                                                           federate
      5      for each round t = 1, 2, ...                                 federate
-     6          broadcast theta                                          client_update
-     7          for all K clients in parallel                            trainer.local_updates
-     8              if e_k > (1 + gamma) min_j e_j                       uncertain
-     9                  K-means-initialise another v codewords           client_codewords
+     6          broadcast theta                                          federate, client_update
+     7          for all K clients in parallel                            federate, trainer.local_updates
+     8              if e_k > (1 + gamma) min_j e_j                       federate, uncertain
+     9                  K-means-initialise another v codewords           client_codewords, kmeans_codewords, extend
     10                  v_k <- v_k + v                                   extend
     12              z = f_E(x)                                           client_update, UEFL.encode
     13              c = the nearest of v_k codewords (equation 4)        client_update, ExtensibleCodebook
@@ -21,32 +21,33 @@ codewords, and a classifier reads these. The clients share v codewords, and unce
     15              L_code = ||sg(c) - z||^2 + beta ||c - sg(z)||^2      client_update, ExtensibleCodebook
     16              L_task = cross-entropy                               client_update
     17              theta_k <- theta_k - eta grad (L_code + L_task)      client_update
-    19          clients return theta_k                                   trainer.local_updates
+    19          clients return theta_k                                   federate, trainer.local_updates
     20          theta <- sum of n_k / n theta_k                          average, average_codewords
-    22      e_k = -sum p log p, the uncertainty (equation 6)             client_uncertainty, predictive_entropy
+    22      e_k = -sum p log p, the uncertainty (equation 6)             evaluate, client_evaluation, predictive_entropy
     23      reduce the number of rounds                                  federate
     24  until e_k <= (1 + gamma) min_j e_j for all k (equation 7)        federate, or after --iterations
 
 Where the paper is silent or unclear
- 1. Lines 8 to 10 stand inside the loop over rounds. Sections 3.1 and 3.2 extend once, when an iteration begins.
+ 1. In the listing, lines 8 to 10 stand in the loop over rounds. Sections 3.1 and 3.2 add codewords once per iteration.
+    We follow the sections: the codewords for the next iteration are added when an iteration ends.
  2. New codewords belong to one client (section 3.1: "exclusively accessible to the corresponding heterogeneous
-    clients"). v_k grows by v (line 10), although tables 11, 14 and 16 count as if it doubled.
+    clients"). Line 10 adds v, while tables 11, 14 and 16 double v_k. We follow line 10.
  3. Line 20 for codewords (section 3.2): each is averaged over the clients that may use it, with weights n_k.
- 4. e_k is the mean entropy over the client's held-out samples, without their labels. They are the client's share of
-    the standard test set if there is one. mA, mE and mP are means over clients of accuracy, e_k and perplexity, which
-    is exp of the entropy of how often codewords are used. Accuracy is measured on the mean probabilities of all passes.
- 5. Which Gaussian initialises the codewords: the standard one. The tokens of a network with ReLUs all point in similar
-    directions, and a few codewords get all of them. So a layer norm without parameters follows the encoder, also in
-    FedAvg. --no-token-norm removes it from both. See results/uefl.
- 6. beta = 1 on line 15's second term and --commitment 0.25 on its first, both as means, as in the authors' code.
+ 4. e_k is the mean entropy over the client's held-out samples, without their labels. If the data set has a test set,
+    each client holds out a part of it. mA, mE and mP are means over clients of accuracy, e_k and perplexity, which is
+    exp(entropy) of the frequencies of the codewords. Accuracy is measured on the mean probabilities of all passes.
+ 5. The Gaussian that initialises the codewords is the standard one. After ReLUs, tokens point in similar directions,
+    and few codewords are used. So a layer norm without parameters follows the encoder, in FedAvg too. The paper does
+    not have it; --no-token-norm removes it from both. See results/uefl.
+ 6. Line 15: --beta 1 on the second term and --commitment 0.25 on the first, both as means, as in the authors' code.
  7. Dropout (section 3.4) stands before each linear layer of the classifier. So the encoder runs once for all passes.
- 8. Clients of a domain that never trained (--test-domain) may use all codewords.
- 9. Adam, learning rate, batch size and local epochs are those of the authors' code. Rounds: 40, then 20 (section 4 and
-    appendix H, for CIFAR-10). All clients train in each round. The paper's VGG16 and ResNet-18 are --pretrained.
+ 8. Samples of a domain that is left out (--test-domain) may use all codewords.
+ 9. Adam, learning rate, batch size and local epochs are those of the authors' code. 40 rounds in the first iteration,
+    then 20 in each (section 4 and appendix H, for CIFAR-10). The paper's VGG16 and ResNet-18 are --pretrained.
 
-Where the authors' code differs: each silo keeps its own codebooks, never averaged; the rest is averaged by 1/K; the
-threshold is relative to the mean uncertainty, and fixed after iteration 1; the second dropout is on the logits; the
-evaluation turns dropout off, so that its 20 passes are equal.
+Where the authors' code differs: codebooks are never averaged; other parameters have equal weights 1/K; the threshold
+uses the mean uncertainty, and does not change after iteration 1; the second dropout comes after the last layer; dropout
+is off in the evaluation, so all 20 passes are equal.
 
     python uefl.py
     python uefl.py --dataset cifar10 --pretrained
@@ -72,9 +73,9 @@ from common import UserError, flags, plots, random_at, run, splits, train
 class ExtensibleCodebook(nn.Module):
     """Replaces each segment of a token by the nearest codeword that the client may use (sections 3.2 and 3.3).
 
-    size        v, codewords at the start; with 0, tokens pass unchanged
+    size        v, codewords at the start; with 0, the output is the tokens
     dim         d, channels of a token, divisible by segments
-    segments    s, parts of a token that each get a codeword from the same codebook
+    segments    s, parts of a token; each part is replaced by a codeword
     commitment  weight of ||sg(c) - z||^2, which pulls tokens to codewords
     beta        weight of ||c - sg(z)||^2, which pulls codewords to tokens
 
@@ -93,25 +94,25 @@ class ExtensibleCodebook(nn.Module):
     def forward(self, tokens: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """tokens [N, l, d] -> their codewords [N, l, d], L_code (equation 5), and the codewords' indices [N, l, s].
 
-        allowed  bool [V], the codewords that this client may use; by default all
+            allowed  bool [V], the codewords that this client may use; by default all
 
-        The gradient of the output passes straight through to the tokens. Raises ValueError for any other `allowed`.
+            The backward pass copies the gradient from the output to the tokens. Raises ValueError if `allowed` has a
+        wrong type or length, or no True.
         """
         if not len(self.codewords):
             return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
-        if allowed is not None and (
-            allowed.dtype != torch.bool or len(allowed) != len(self.codewords) or not allowed.any()
-        ):
-            raise ValueError(f"allowed must be bool [{len(self.codewords)}] with at least one True")
+        v = len(self.codewords)
+        if allowed is not None and not (allowed.dtype == torch.bool and allowed.shape == (v,) and allowed.any()):
+            raise ValueError(f"allowed must be bool [{v}] with at least one True")
         with torch.autocast(tokens.device.type, enabled=False):
             z = tokens.to(self.codewords.dtype).reshape(-1, self.codewords.shape[1])
             with torch.no_grad():  # |z - c|^2 = |z|^2 - 2 z.c + |c|^2, without the first term
                 distance = torch.addmm((self.codewords**2).sum(1), z, self.codewords.T, alpha=-2)
-                index = (distance if allowed is None else distance.masked_fill(~allowed, torch.inf)).argmin(
-                    1
-                )  # line 13
-            c = self.codewords[index]  # equation 4
-            loss = self.commitment * F.mse_loss(z, c.detach()) + self.beta * F.mse_loss(c, z.detach())
+                if allowed is not None:
+                    distance = distance.masked_fill(~allowed, torch.inf)
+                index = distance.argmin(1)  # line 13, equation 4
+            c = self.codewords[index]
+            loss = self.commitment * F.mse_loss(z, c.detach()) + self.beta * F.mse_loss(c, z.detach())  # line 15
             straight_through = z + (c - z).detach()
         return straight_through.view(tokens.shape), loss, index.view(*tokens.shape[:-1], self.segments)
 
@@ -126,37 +127,37 @@ class ExtensibleCodebook(nn.Module):
 
 
 def kmeans_codewords(segments: Tensor, size: int, rng: np.random.Generator) -> Tensor:
-    """The `size` centroids, by K-means, of features cut into segments [n, d / s]: float64 [size, d / s]."""
-    with warnings.catch_warnings():  # scipy warns if there are fewer distinct segments than centroids: harmless here
+    """Line 9: the centroids, by K-means, of features cut into segments [n, d / s]: float64 [size, d / s]."""
+    with warnings.catch_warnings():  # scipy warns if there are fewer distinct segments than centroids
         warnings.simplefilter("ignore")
         return torch.from_numpy(kmeans2(segments.double().cpu().numpy(), size, minit="++", rng=rng)[0])
 
 
 def predictive_entropy(probabilities: Tensor) -> Tensor:
-    """Class probabilities of T passes [T, N, C] -> the entropy of their mean over passes, in nats [N] (equation 6)."""
-    return torch.special.entr(probabilities.mean(0)).sum(-1)
+    """Equation 6: class probabilities of T passes [T, N, C] -> the entropy of their mean over passes, in nats [N]."""
+    return torch.special.entr(probabilities.mean(0)).sum(-1)  # line 22
 
 
 def uncertain(entropies: Tensor, gamma: float) -> Tensor:
-    """Which clients' entropies [K] are above (1 + gamma) times the smallest one: bool [K] (equation 7)."""
-    return entropies > (1 + gamma) * entropies.min()
+    """Equation 7: bool [K], true if a client's entropy [K] is above (1 + gamma) times the smallest one."""
+    return entropies > (1 + gamma) * entropies.min()  # lines 8, 24
 
 
 def average_codewords(before: Tensor, codewords: Tensor, sizes: Tensor, allowed: Tensor) -> Tensor:
     """Line 20 for codewords: [V, d]. Each one is averaged over the clients that may use it, with weights n_k.
 
-    before     the server's codewords [V, d]; one that no client here may use stays as it is
-    codewords  those of the clients after training [K, V, d]
+    before     the server's codewords [V, d]; a codeword that none of these clients may use does not change
+    codewords  the clients' codewords after training [K, V, d]
     sizes      n_k [K]
-    allowed    bool [K, V], which client may use which codeword
+    allowed    bool [K, V], true if client k may use codeword v
     """
     weights = sizes[:, None] * allowed
     total = weights.sum(0)[:, None]
-    return torch.where(total > 0, torch.einsum("kv,kvd->vd", weights, codewords) / total, before)
+    return torch.where(total > 0, torch.einsum("kv,kvd->vd", weights, codewords) / total, before)  # line 20
 
 
 class UEFL(nn.Module):
-    """p = f_C(f_D(f_E(x))) (equation 1), in which f_D is the codebook. A codebook of size 0 makes it FedAvg's model."""
+    """p = f_C(f_D(f_E(x))) (equation 1). f_D is the codebook; with a codebook of size 0, this is FedAvg's model."""
 
     def __init__(self, features: nn.Module, codebook: ExtensibleCodebook, classifier: nn.Module, token_norm: bool):
         super().__init__()
@@ -168,18 +169,18 @@ class UEFL(nn.Module):
         return [self]
 
     def encode(self, x: Tensor) -> Tensor:
-        """x -> tokens [N, l, d]: one for each place of a feature map [N, d, h, w], or one feature vector [N, d]."""
+        """x -> tokens [N, l, d]. A feature map [N, d, h, w] gives h w tokens, a feature vector [N, d] gives one."""
         z = self.features(x)
         z = z.flatten(2).mT if z.dim() == 4 else z.unsqueeze(1)
         return F.layer_norm(z, z.shape[-1:]) if self.token_norm else z
 
     def classify(self, tokens: Tensor) -> Tensor:
         """tokens [N, l, d] -> logits [N, C]."""
-        return self.classifier(tokens.mT)  # [N, d, l] flattens like the feature map
+        return self.classifier(tokens.mT)  # the classifier expects channels first
 
 
 class Ensemble(nn.Module):
-    """A deep ensemble (appendix E). Its members share nothing; their tokens stand one below the other, [E N, l, d]."""
+    """A deep ensemble (table 9): E separate UEFL models. Their tokens are joined along the batch axis, [E N, l, d]."""
 
     def __init__(self, members: list[UEFL]):
         super().__init__()
@@ -191,7 +192,7 @@ class Ensemble(nn.Module):
     def codebook(self, tokens: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parts = zip(self.members, tokens.chunk(len(self.members)), strict=True)
         c, losses, index = zip(*(member.codebook(z, allowed) for member, z in parts), strict=True)
-        return torch.cat(c), sum(losses) / len(losses), torch.cat(index)
+        return torch.cat(c), sum(losses), torch.cat(index)
 
     def classify(self, tokens: Tensor) -> Tensor:
         parts = zip(self.members, tokens.chunk(len(self.members)), strict=True)
@@ -202,14 +203,15 @@ class Ensemble(nn.Module):
 
 
 def client_update(model, w, batches, optimizer, autocast, allowed):
-    """Lines 6 to 17 for one client: trains `model` from w [P] on. Yields each batch's loss."""
+    """Lines 6 to 17 for one client: trains `model`, starting from w [P]. Yields each batch's loss to the trainer."""
     train.set_weights(model, w)  # line 6
+    members = len(model.members)  # 1; more in an ensemble, where the loss is the sum of the members' losses
     for x, y in batches:
         with autocast():
             z = model.encode(x)  # line 12
             c, code_loss, _ = model.codebook(z, allowed)  # lines 13, 15
-            p = model.classify(c)  # line 14
-            loss = F.cross_entropy(p, y.repeat(len(model.members))) + code_loss  # line 16
+            logits = model.classify(c)  # line 14
+            loss = members * F.cross_entropy(logits, y.repeat(members)) + code_loss  # line 16
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()  # line 17
@@ -218,11 +220,10 @@ def client_update(model, w, batches, optimizer, autocast, allowed):
 
 @torch.no_grad()
 def client_evaluation(model, batches, autocast, allowed, passes):
-    """Line 22 for one client: its uncertainty e_k, and for the record its accuracy and codebook perplexity: [3].
+    """Line 22 for one client. Returns its uncertainty e_k, and for the record its accuracy and codebook perplexity.
 
-    e_k is the mean entropy of its samples, from `passes` passes with dropout. An ensemble has one pass per member.
+    e_k is the mean entropy of its samples over `passes` passes with dropout. An ensemble has one pass per member.
     """
-    model.eval()
     for layer in (layer for layer in model.modules() if isinstance(layer, nn.Dropout)):
         layer.train()
     entropies, hits, usage = [], [], torch.zeros(len(allowed), device=allowed.device)
@@ -231,7 +232,7 @@ def client_evaluation(model, batches, autocast, allowed, passes):
             c, _, index = model.codebook(model.encode(x), allowed)
             p = torch.stack([model.classify(c).float().softmax(1) for _ in range(passes)])
         p = p.view(-1, len(y), p.shape[-1])
-        entropies.append(predictive_entropy(p))  # line 22
+        entropies.append(predictive_entropy(p))
         hits.append((p.mean(0).argmax(1) == y).float())
         usage += torch.bincount(index.flatten(), minlength=len(usage))
     perplexity = torch.special.entr(usage / usage.sum()).sum().exp()
@@ -246,15 +247,24 @@ def client_codewords(model, batches, autocast, size, kind, rng):
         return torch.from_numpy(rng.standard_normal((len(model.members), size, width)))
     with autocast():
         features = [model.encode(x).reshape(len(model.members), -1, width) for x, _ in batches]
-    return torch.stack([kmeans_codewords(z, size, rng) for z in torch.cat(features, 1)])  # line 9
+    return torch.stack([kmeans_codewords(z, size, rng) for z in torch.cat(features, 1)])
 
 
 # ------------------------------------------------------------------------------------------------ what the server does
 
 
+def build(args, bases: list[nn.Module], dim: int) -> nn.Module:
+    """Line 2: the model, with a codebook for tokens of `dim` channels. Several bases make an ensemble."""
+    with train.seeded(torch.device("cpu"), args.seed, "codebook"):
+        books = [ExtensibleCodebook(args.codebook_size, dim, args.segments, args.commitment, args.beta) for _ in bases]
+    parts = zip(copy.deepcopy(bases), books, strict=True)
+    members = [UEFL(base.features, book, base.classifier, args.token_norm) for base, book in parts]  # line 2
+    return members[0] if len(members) == 1 else Ensemble(members)
+
+
 def average(model: nn.Module, w: Tensor, updates: Tensor, sizes: Tensor, allowed: Tensor) -> Tensor:
-    """Line 20: the new w [P], from the clients' updates [K, P], their sizes [K] and allowed codewords, bool [K, V]."""
-    new, start = w - sizes / sizes.sum() @ updates, 0
+    """The new w [P], from the clients' updates w - theta_k [K, P], sizes [K] and allowed codewords, bool [K, V]."""
+    new, start = w - sizes / sizes.sum() @ updates, 0  # line 20
     for name, parameter in model.named_parameters():
         span, start = slice(start, start + parameter.numel()), start + parameter.numel()
         if name.endswith("codebook.codewords") and len(parameter):
@@ -265,10 +275,10 @@ def average(model: nn.Module, w: Tensor, updates: Tensor, sizes: Tensor, allowed
 
 @torch.no_grad()
 def extend(model: nn.Module, state: dict, clients: Tensor, codewords: Tensor) -> None:
-    """Lines 9, 10: each of these clients [n] alone may use its new codewords [n, members, v, d / s]."""
+    """Adds the new codewords [n, members, v, d / s] of these clients [n]. Only this client may use them."""
     train.set_weights(model, state["w"])
     for m, member in enumerate(model.members):
-        member.codebook.extend(codewords[:, m].flatten(0, 1))
+        member.codebook.extend(codewords[:, m].flatten(0, 1))  # line 9
     owner = clients.repeat_interleave(codewords.shape[2]).to(codewords.device)
     is_own = torch.arange(len(state["allowed"]), device=codewords.device)[:, None] == owner
     state["allowed"] = torch.cat([state["allowed"], is_own], dim=1)  # line 10
@@ -281,9 +291,9 @@ COLUMNS = ["iteration", "mA", "mE", "mP", "accuracies", "uncertainties", "codewo
 def evaluate(
     args, trainer: train.Trainer, model: nn.Module, state: dict, clients: splits.Clients
 ) -> tuple[Tensor, dict]:
-    """Line 22: the uncertainties e_k [K]. Also returns the measures of this round, by column of metrics.csv."""
+    """Line 22: the uncertainties e_k [K], and this round's measures for metrics.csv."""
     k, tests = clients.participating, clients.test[: clients.participating]
-    parts = [*tests, clients.ood] if len(clients.ood) else tests  # the OOD samples form one more client (item 8)
+    parts = [*tests, clients.ood] if len(clients.ood) else tests  # OOD samples count as one more client (item 8)
     allowed = F.pad(state["allowed"], (0, 0, 0, 1), value=True)
     found = trainer.map_clients(
         client_evaluation, model, state["w"], torch.arange(len(parts)), parts, state["round"],
@@ -305,16 +315,16 @@ def federate(args, trainer: train.Trainer, model: nn.Module, clients: splits.Cli
         "w": train.get_weights(model), "iteration": 0, "uncertainty": torch.zeros(len(ids)),  # line 3
         "allowed": torch.ones(len(ids), v, dtype=torch.bool, device=trainer.device),
     })  # fmt: skip
-    for codebook in (member.codebook for member in model.members):  # the size it had when the run stopped
+    for codebook in (member.codebook for member in model.members):  # in a resumed run, the size that it had
         codebook.extend(codebook.codewords.new_zeros(state["allowed"].shape[1] - v, codebook.codewords.shape[1]))
-    rounds = [args.rounds + i * args.later_rounds for i in range(iterations)]  # line 23: the last of each iteration
+    ends = [args.rounds + i * args.later_rounds for i in range(iterations)]  # line 23: later iterations are shorter
 
     for iteration in range(state["iteration"], iterations):  # line 4
-        for t in log.rounds(state, rounds[iteration], rounds[-1]):  # line 5
+        for t in log.rounds(state, ends[iteration], ends[-1]):  # line 5
             selected = splits.draw(ids, args.sample, random_at(args.seed, "select", t))
             selected, updates, losses = trainer.local_updates(
                 client_update, model, state["w"], selected, clients.train, t, each={"allowed": state["allowed"]}
-            )  # lines 7, 19
+            )  # lines 6, 7, 19: one row of `updates` per client whose upload can be used, theta - theta_k
             sizes, row = clients.sizes[selected].to(updates), {}
             state["w"] = average(model, state["w"], updates, sizes, state["allowed"][selected])  # line 20
             if log.due:
@@ -334,12 +344,12 @@ def federate(args, trainer: train.Trainer, model: nn.Module, clients: splits.Cli
     return state
 
 
-# Section 4 of the paper: first two lines; the authors' code: third line. glyphs: our choice, with silos as in table 13.
-# Not bfloat16: with it, UEFL on glyphs ended a point lower (results/uefl).
+# glyphs: our choice, with silos as in table 13. float32: UEFL on glyphs lost a point in bfloat16 (results/uefl).
 PAPER = {
-    "partition": "silos", "rotate": [0, -50, 120], "silos": [3, 3, 3], "codebook_size": 64, "gamma": 0.1,
-    "rounds": 40, "later_rounds": 20, "model": "resblocks",
-    "optimizer": "adam", "lr": 1e-4, "batch_size": 1024, "local_epochs": 20, "precision": "float32",
+    "partition": "silos", "rotate": [0, -50, 120], "silos": [3, 3, 3], "codebook_size": 64, "gamma": 0.1,  # section 4
+    "rounds": 40, "later_rounds": 20, "model": "resblocks",  # section 4
+    "optimizer": "adam", "lr": 1e-4, "batch_size": 1024, "local_epochs": 20,  # the authors' code
+    "precision": "float32",
 }  # fmt: skip
 SETTINGS = {
     "glyphs": {**PAPER, "silos": [3, 1, 1], "silo_size": 500, "width": 0.0625, "segments": 8, "commitment": 0.1,
@@ -361,19 +371,25 @@ def own_flags(add) -> None:
         return args.ensemble > 1 and "the members of an --ensemble take the place of dropout"
 
     whole, number = flags.at_least(1), flags.at_least(0, float)
-    add("--codebook-size", type=flags.at_least(0), default=64, help="v, codewords at the start and to add; 0 is FedAvg")
+    add("--codebook-size", type=flags.at_least(0), default=64, help="v, codewords at the start and to add; 0: FedAvg")
     add("--segments", plain, type=whole, default=1, help="s, parts of a token that each get a codeword")
-    add("--gamma", type=number, default=0.1, help="gamma of equation 7; a larger one extends less")
-    add("--iterations", plain, type=whole, default=5, help="at most; 1 is the static codebook of table 16")
-    add("--later-rounds", plain, type=whole, default=5, help="rounds of each iteration after the first")
-    add("--init", plain, choices=["kmeans", "gaussian"], default="kmeans", help="initial value of new codewords")
+    add("--gamma", type=number, default=0.1, help="equation 7: with a larger gamma, fewer clients get codewords")
+    add("--iterations", plain, type=whole, default=5, help="maximum; 1 is the static codebook of table 16")
+    add("--later-rounds", plain, type=whole, default=5, help="rounds in each iteration after the first")
+    add("--init", plain, choices=["kmeans", "gaussian"], default="kmeans", help="how new codewords are initialised")
     add("--commitment", plain, type=number, default=0.25, help="weight of ||sg(c) - z||^2")
     add("--beta", plain, type=number, default=1.0, help="weight of ||c - sg(z)||^2")
     add("--token-norm", action=argparse.BooleanOptionalAction, default=True, help="layer norm after the encoder")
     add("--dropout", many, type=flags.at_least(0, float, 0.99), default=0.1, help="probability of both dropout layers")
     add("--passes", many, type=whole, default=20, help="passes with dropout")
-    add("--ensemble", type=whole, default=1, help="models of a deep ensemble (table 9)")
-    add("--compare", plain, action=argparse.BooleanOptionalAction, default=True, help="also train FedAvg")
+    add("--ensemble", type=whole, default=1, help="models of a deep ensemble (table 9); 1: dropout")
+    add(
+        "--compare",
+        plain,
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="then train FedAvg for as many rounds",
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -388,20 +404,14 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--segments {args.segments} does not divide the {dim} channels of the model's tokens")
 
     runs, folder = {}, None
-    for v in [args.codebook_size, 0] if args.codebook_size and args.compare else [args.codebook_size]:
-        args.codebook_size, args.segments = v, args.segments if v else 1
-        with train.seeded(torch.device("cpu"), args.seed, "codebook"):  # line 2
-            books = [ExtensibleCodebook(v, dim, args.segments, args.commitment, args.beta) for _ in bases]
-        members = [UEFL(copy.deepcopy(base.features), book, copy.deepcopy(base.classifier), args.token_norm)
-                   for base, book in zip(bases, books, strict=True)]  # fmt: skip
-        model = (members[0] if len(members) == 1 else Ensemble(members)).to(trainer.device)
-        name = "UEFL" if v else "FedAvg"
+    for size in [args.codebook_size, 0] if args.codebook_size and args.compare else [args.codebook_size]:
+        args.codebook_size, args.segments, name = size, args.segments if size else 1, "UEFL" if size else "FedAvg"
         runs[name] = log = run.Run(args, trainer, COLUMNS, folder / "fedavg" if folder else None, name)
         folder = folder or log.folder
-        plots.partition(folder / "partition.png", data, clients)
-        state = federate(args, trainer, model, clients, log)
-        args.rounds = state["round"]  # FedAvg, for comparison, trains for as many rounds
+        state = federate(args, trainer, build(args, bases, dim).to(trainer.device), clients, log)
+        args.rounds = state["round"]  # FedAvg then trains for as many rounds
 
+    plots.partition(folder / "partition.png", data, clients)
     domains, rows = clients.domains[: clients.participating], []
     plots.uefl_curves(folder / "curves.png", {name: log.rows for name, log in runs.items()})
     plots.uncertainties(folder / "uncertainty.png", next(iter(runs.values())).rows, domains, args.gamma)
@@ -409,7 +419,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, last in ((name, log.rows[-1]) for name, log in runs.items()):
         of = {kind: [a for a, d in zip(last["accuracies"], domains, strict=True) if d == kind] for kind in kinds}
         rows.append([name, last["mA"], last["mE"], last["mP"], *(sum(a) / len(a) for a in of.values())])
-    title = f"{data.name}: {len(domains)} clients, {state['round']} rounds; on the right, accuracy by domain"
+    title = f"{data.name}: {len(domains)} clients, {state['round']} rounds; right columns: accuracy by domain"
     run.table(title, ["", "mA", "mE", "mP", *kinds], rows)
     print("mA: mean accuracy, mE: mean entropy in nats, mP: mean codebook perplexity, over clients")
     print(f"metrics, models and pictures are in {folder}")

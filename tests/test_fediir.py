@@ -320,5 +320,5 @@ def test_rounds_are_evaluated_at_intervals_and_after_the_last_round(start):
 
 @pytest.mark.parametrize("flag", ["--compare", "--ema 0.5"])
 def test_flags_of_the_penalty_have_no_effect_with_gamma_0(start, flag):
-    with pytest.raises(UserError, match=f"{flag.split()[0]} has no effect here: --gamma 0 is FedAvg"):
+    with pytest.raises(UserError, match=f"{flag.split()[0]} has no effect here: --gamma 0 means FedAvg"):
         start(fediir, CUT + f"--gamma 0 {flag} --out run")

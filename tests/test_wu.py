@@ -19,8 +19,8 @@ import entropy_weighting
 import fedavg
 import minimax_select
 from common import UserError, plots, random_at, server
-from common.splits import deal, label_counts
 from common.server import GradientTable
+from common.splits import deal, label_counts
 from common.train import get_weights, set_weights
 from convex_hull_select import hull_vertices, principal_components
 from entropy_weighting import entropy_weights, label_entropy
