@@ -10,7 +10,7 @@ class UserError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of another library's error and the first line of its message."""
+    """One line for an error of another library: its class and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(": ")
 
 

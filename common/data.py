@@ -1,4 +1,4 @@
-"""The data sets: a name or a folder -> tensors in memory.
+"""The data sets: a name, a folder or a text file -> tensors in memory.
 
     data = load("glyphs")      # drawn by the program, no download
     data.x[data.train]         # uint8 [12000, 1, 28, 28]
@@ -7,9 +7,11 @@ All samples are in one pool. A client, a test set or a domain is a tensor of pos
 clients need ten thousand small tensors and no copy of an image.
 """
 
+import glob
 import hashlib
 import json
 import os
+import re
 import sys
 import zlib
 from collections.abc import Sequence
@@ -20,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torchvision
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms.functional import InterpolationMode
 from torchvision.transforms.functional import rotate as rotate_images
@@ -42,6 +44,7 @@ class Dataset:
     train    positions of the standard training samples, int64 [N_train]
     test     positions of the standard test samples; empty if the data set has no test set
     domain   int64 [N], indices into `domains`; None if the data set has no domains
+    gap      text: a window shares characters with so many windows before it; images: 0
     """
 
     name: str
@@ -52,6 +55,7 @@ class Dataset:
     classes: list[str]
     domain: Tensor | None = None
     domains: list[str] = field(default_factory=list)
+    gap: int = 0
 
     def fingerprint(self) -> int:
         """A number that changes if a sample, a label or a domain changes."""
@@ -69,9 +73,9 @@ def load(
     root        folder of the data sets; downloads and caches go there, too
     image_size  height and width to which a folder's images are scaled
     rotate      angles for rotated()
-    seed        of rotated()
+    seed        seed for rotated()
 
-    Raises UserError if there is no such data set, or if it can be neither read nor downloaded.
+    Raises UserError if there is no such data set, or if it cannot be read and cannot be downloaded.
     """
     path, root = Path(name), Path(root)
     if name == "glyphs":
@@ -87,7 +91,7 @@ def load(
     elif path.is_file():
         data = plays(path)
     elif "/" in name:
-        raise UserError(f"--dataset {name}: there is no such folder")
+        raise UserError(f"--dataset {name}: there is no such folder or file")
     else:
         raise UserError(f"no data set {name!r}: choose from {', '.join(NAMES)}, or give the path of a folder of images")
     return rotated(data, rotate, seed) if rotate else data
@@ -96,13 +100,13 @@ def load(
 def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
     """Divides the images at random into len(angles) equal parts, and rotates each part by its angle.
 
-    Angles are in degrees, counter-clockwise; bilinear, with corners of zeros (Guo et al., section F.1: RotatedMNIST;
-    Zhang et al., section 4). Training and test images are divided separately. The angle becomes the domain. Raises
-    UserError for text and for fewer images than angles.
+    Angles are in degrees, counter-clockwise. The interpolation is bilinear, and corners become zero (Guo et al., F.1:
+    RotatedMNIST; Zhang et al., section 4). Training and test images are divided separately. The angle becomes the
+    domain. Raises UserError for text, for equal angles and for fewer images than angles.
     """
     if data.x.dim() != 4:
         raise UserError(f"--rotate is for images; {data.name} is text")
-    if len(set(angles)) < len(angles):
+    if len({f"{a % 360:g}" for a in angles}) < len(angles):
         raise UserError(f"--rotate names an angle twice: {' '.join(f'{a:g}' for a in angles)}")
     if len(data.train) < len(angles):
         raise UserError(f"--rotate: {len(angles)} angles for {len(data.train)} images; give fewer")
@@ -114,9 +118,6 @@ def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
             for batch in (batch for batch in of_angle.split(2000) if len(batch)):
                 x[batch] = rotate_images(x[batch], angles[d], InterpolationMode.BILINEAR)
     return replace(data, x=x, domain=domain, domains=[f"{a:g}" for a in angles])
-
-
-# -------------------------------------------------------------------------------------- data sets of torchvision
 
 
 def _from_torchvision(name: str, root: Path) -> Dataset:
@@ -144,7 +145,7 @@ def _from_torchvision(name: str, root: Path) -> Dataset:
         ) from e
     x = torch.cat([x_train, x_test])
     if name == "emnist":
-        x = x.transpose(2, 3)  # its files hold each image mirrored at the diagonal
+        x = x.transpose(2, 3)  # its files store each image transposed
     pool, n_train = torch.arange(len(x)), len(x_train)
     return Dataset(name, x.contiguous(), torch.cat([y_train, y_test]), pool[:n_train], pool[n_train:], list(classes))
 
@@ -159,19 +160,17 @@ def _arrays(dataset) -> tuple[Tensor, Tensor]:
     return x, torch.as_tensor(dataset.targets)
 
 
-# ------------------------------------------------------------------------------------------- folders of images
-
-
 def image_folder(folder: Path, cache: Path, image_size: int) -> Dataset:
     """The images of a folder with `train/<class>` and `test/<class>`, or with `<domain>/<class>` and no test set.
 
-    Decodes them once and scales them to image_size x image_size. The result stays in one file in the folder `cache`
-    until a file's name, size or date in the folder changes. Raises UserError if the folder has no images, mixes the
-    two layouts, has a class in only one of train and test, or holds an image that cannot be read.
+    Scales them to image_size x image_size, and keeps the result in one file in the folder `cache`. If the name, size or
+    date of an image changes, they are decoded again. Raises UserError if the folder has no images, mixes the two
+    layouts, has a class in only one of train and test, or holds an image that cannot be read.
     """
     found: dict[str, dict[str, list[Path]]] = {}
     for file in sorted(folder.glob("*/*/*")):
         part, name = file.parts[-3:-1]
+        part = part.lower() if part.lower() in ("train", "test") else part
         if file.suffix.lower() in IMAGES and not part.startswith(".") and not name.startswith("."):
             found.setdefault(part, {}).setdefault(name, []).append(file)
     if not found:
@@ -194,15 +193,16 @@ def image_folder(folder: Path, cache: Path, image_size: int) -> Dataset:
         assert x.shape == (len(files), 3, image_size, image_size) and x.dtype == torch.uint8
     except Exception:  # it is missing or damaged: anything from FileNotFoundError to UnpicklingError
         x = _decode(files, image_size)
-        part = cached.with_suffix(f".{os.getpid()}")  # so that a run that is stopped leaves no half of the cache
+        part = cached.with_suffix(f".{os.getpid()}")  # an interrupted run leaves no half-written cache
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            for stale in cache.glob(f"{stem}-{place}-*"):
+            for stale in cache.glob(glob.escape(f"{stem}-{place}-") + "*"):
                 stale.unlink(missing_ok=True)
             torch.save(x, part)
             part.replace(cached)
         except (OSError, RuntimeError) as e:  # torch's error for a full disk is a RuntimeError
-            part.unlink(missing_ok=True)
+            if part.exists():
+                part.unlink()
             print(f"no cache of the images: {cache} cannot be written ({first_line(e)})", file=sys.stderr)
 
     y, part = torch.tensor([c for _, c, _ in samples]), torch.tensor([p for *_, p in samples])
@@ -218,6 +218,14 @@ def _decode(files: list[Path], image_size: int) -> Tensor:
     def decode(file: Path) -> np.ndarray:
         try:
             with Image.open(file) as image:
+                image = ImageOps.exif_transpose(image)  # photographs say which side is up
+                if image.mode.startswith(("I", "F")):  # 16 or 32 bits: 0..65535, or the image's own range
+                    values = np.asarray(image, dtype=np.float64)
+                    high = 65535 if values.min() >= 0 and 255 < values.max() <= 65535 else max(values.max(), 1e-9)
+                    image = Image.fromarray((255 * values.clip(0) / high).round().astype(np.uint8))
+                if image.has_transparency_data:
+                    image = image.convert("RGBA")
+                    image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
                 return np.array(image.convert("RGB").resize((image_size, image_size), Image.BILINEAR))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
             raise UserError(f"{file} cannot be read as an image ({first_line(e)}): repair or remove it") from e
@@ -230,9 +238,7 @@ def _decode(files: list[Path], image_size: int) -> Tensor:
     return x.permute(0, 3, 1, 2).contiguous()
 
 
-# -------------------------------------------------------------------------------------------------------- text
-
-WINDOW = 80  # characters before the one to predict, as in LEAF
+WINDOW = 80  # length of a sample: the characters before the one to predict, as in LEAF
 STRIDE = 10  # characters from one window of a play to the next
 PLAYS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 PLAYS_MD5 = "6fb458f1232090904fb40fe944165e91"
@@ -253,22 +259,22 @@ def _shakespeare_file(root: Path) -> Path:
 
 
 def plays(file: Path) -> Dataset:
-    """Windows of 80 characters, and the character that follows each. The speaker is the domain.
+    """Samples are windows of 80 characters of one speaker. The label is the next character, the domain is the speaker.
 
     `file` is a text in which each speech begins with a line `Speaker:` and ends with an empty line, or LEAF's JSON
     (Caldas et al. 2018: `users`, and `user_data` with lists x and y). The last tenth of each speaker's windows is the
-    test set. Training windows that overlap it are left out, and so are speakers with too little text for both. Raises
-    UserError if the file is neither.
+    test set. Training windows that overlap it are left out, and so are speakers with too little text for both sets.
+    Raises UserError if the file has neither format.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
         windows, stride = (_leaf_windows(text), 1) if file.suffix == ".json" else (_speech_windows(text), STRIDE)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
         raise UserError(f"{file} cannot be read as plays or as LEAF's JSON ({first_line(e)})") from e
     gap = WINDOW // stride
     windows = {speaker: w for speaker, w in sorted(windows.items()) if len(w) * 9 // 10 > gap}
     if not windows:
-        raise UserError(f"{file}: no speaker has enough text for training and testing under lines `Speaker:`")
+        raise UserError(f"{file}: no speaker has enough text; each speech must begin with a line `Speaker:`")
 
     rows, speaker, train, test = [], [], [], []
     for s, said in enumerate(windows.values()):
@@ -280,18 +286,18 @@ def plays(file: Path) -> Dataset:
     points = np.frombuffer("".join(rows).encode("utf-32-le"), dtype=np.uint32)
     alphabet, codes = np.unique(points, return_inverse=True)
     if len(alphabet) > 256:
-        raise UserError(f"{file} uses {len(alphabet)} different characters; 256 fit")
+        raise UserError(f"{file} uses {len(alphabet)} different characters; at most 256 are possible")
     codes = torch.from_numpy(codes.reshape(len(rows), WINDOW + 1))
     return Dataset(
         file.stem, codes[:, :-1].to(torch.uint8), codes[:, -1].clone(), torch.tensor(train), torch.tensor(test),
-        [chr(c) for c in alphabet], torch.tensor(speaker), list(windows),
+        [chr(c) for c in alphabet], torch.tensor(speaker), list(windows), gap,
     )  # fmt: skip
 
 
 def _speech_windows(text: str) -> dict[str, list[str]]:
     """Speaker -> windows of 80 + 1 characters, one every STRIDE, from all of the speaker's speeches joined."""
     said: dict[str, list[str]] = {}
-    for speech in text.split("\n\n"):
+    for speech in re.split(r"\n[ \t]*\n", text):
         speaker, _, words = speech.strip().partition("\n")
         if speaker.endswith(":") and words:
             said.setdefault(speaker[:-1], []).append(words)
@@ -306,6 +312,6 @@ def _leaf_windows(text: str) -> dict[str, list[str]]:
     windows = {u: [x + y for x, y in zip(s["x"], s["y"], strict=True)] for u, s in samples.items()}
     everything = [w for of_speaker in windows.values() for w in of_speaker]
     if not all(isinstance(w, str) and len(w) == WINDOW + 1 for w in everything):
-        raise ValueError(f"a sample is not {WINDOW} characters and the next one")
+        raise ValueError(f"a sample needs {WINDOW} characters in x and one in y")
     "".join(everything).encode("utf-32")  # raises for a lone surrogate
     return windows

@@ -17,7 +17,8 @@ TINY = 1e-12  # the smallest number that counts as above 0
 
 
 def at_least(low: float, kind: type = int, most: float = float("inf")) -> Callable[[str], float]:
-    """An argparse type: a number of this kind between low and most."""
+    """An argparse type: a number of this kind between low and most. Whole numbers are at most 10^9 by default."""
+    most = 10**9 if kind is int and most == float("inf") else most
 
     def number(text: str):
         try:
@@ -50,7 +51,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    def _get_help_string(self, action):  # these help texts tell what happens without the flag
+    def _get_help_string(self, action):  # the help text says what happens without the flag
         return action.help if action.default is None else super()._get_help_string(action)
 
 
@@ -76,20 +77,25 @@ def _shared_flags(group: Callable) -> None:
         " the paper's silos in uefl.py, else dirichlet)")  # fmt: skip
     add("--dirichlet", type=positive, default=0.1, metavar="ALPHA", idle_if=only_for("dirichlet"),
         help="concentration of the label skew; a smaller one gives more skew")  # fmt: skip
-    add("--clients", type=at_least(1), help="N, all clients (default: 100, or one per domain)",
+    add("--clients", type=at_least(1), help="N, all clients (default: 100; with --partition domain, one per domain)",
         idle_if=lambda a: a.partition == "silos" and "--silos says how many there are")  # fmt: skip
-    add("--participating", type=at_least(1), help="M, clients that may be selected (default: 4 in 10, or all domains)",
+    add("--participating", type=at_least(1), help="M, clients that may train (default: 40 percent, or all domains)",
         idle_if=lambda a: a.partition == "silos" and "all silos participate")  # fmt: skip
-    add("--sample", type=at_least(1), help="K, clients selected per round (default: 1 in 4, or one per domain)")
+    add(
+        "--sample",
+        type=at_least(1),
+        help="K, clients selected per round (default: a quarter of M; with domain one per domain, with silos all)",
+    )
     add("--silos", type=at_least(0), nargs="+", metavar="N", idle_if=only_for("silos"), help="silos of each domain")
     add("--silo-size", type=at_least(1), default=2000, idle_if=only_for("silos"), help="training samples of each silo")
     add("--label-noise", type=at_least(0, float, 1), nargs=2, metavar=("CLIENTS", "FLIPS"),
-        help="share of noisy clients, and share of wrong training labels in each of them")  # fmt: skip
+        help="probability that a client is noisy, and that a training label of it is then wrong")  # fmt: skip
 
     add = group("model and training")
     add("--model", default="cnn", help=", ".join(models.NAMES))
+    fixed = set(models.NAMES) - set(models.OWN)
     add("--width", type=positive, default=1.0, help="multiplies the channels of this project's own models",
-        idle_if=lambda a: a.model not in models.OWN and f"{a.model} has a fixed width")  # fmt: skip
+        idle_if=lambda a: a.model in fixed and f"{a.model} has a fixed width")  # fmt: skip
     add("--pretrained", type=not_empty, nargs="?", const="imagenet", metavar="FILE",
         help="start from ImageNet weights, downloaded or from FILE (resnet18, resnet50, vgg16)")  # fmt: skip
     add("--rounds", type=at_least(1), default=30, help="T, communication rounds")
@@ -159,6 +165,8 @@ def parse(
     defaults = settings.get(kind, {})
     if defaults.get("partition") == "silos" and known.partition in ("dirichlet", "iid"):
         defaults = {**defaults, "rotate": None}  # the rotations make the silos; label skew does not need them
+    if empty := [flag for flag, value in saved.items() if value is None and parser.get_default(flag) is not None]:
+        raise UserError(f"--resume {known.resume}: args.json is damaged, it has no value for --{empty[0]}")
     parser.set_defaults(**{**defaults, "partition": None, **saved})
     args = parser.parse_args(argv)
     for flag, value in saved.items():

@@ -1,4 +1,4 @@
-"""The default data set: digits drawn on the spot, so that everything runs without a download."""
+"""The default data set: digits that the program draws. No download is needed."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ FONTS = {  # family -> faces; all of them come with matplotlib
 def glyphs(n_train: int = 12_000, n_test: int = 2_000, seed: int = 0) -> dict:
     """The ten digits in the fonts that matplotlib ships, 28x28, grey; the font family is the domain.
 
-    Each sample is its own draw of face, digit, size, position, slant, stroke, ink and noise, hard enough that
-    the `cnn` trained on all of them together misclassifies a few in a hundred. The same bytes for the same seed.
+    Face, digit, size, position, slant, stroke, ink and noise are drawn anew for each sample. A `cnn` trained on all
+    samples together still misclassifies a few percent. The same seed gives the same bytes.
     """
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     faces = [folder / f"{face}.ttf" for family in FONTS.values() for face in family]
@@ -52,7 +52,7 @@ def glyphs(n_train: int = 12_000, n_test: int = 2_000, seed: int = 0) -> dict:
 
 
 def _stencil(face: str, digit: int) -> Tensor:
-    """One digit in one face, float32 [56, 56] in 0..1, twice the size at which it will be used."""
+    """One digit in one face, float32 [56, 56] in 0..1, twice as large as in the final images."""
     image = Image.new("L", (56, 56))
     ImageDraw.Draw(image).text((28, 28), str(digit), 255, ImageFont.truetype(face, 44), anchor="mm")
     return torch.from_numpy(np.array(image)).float() / 255

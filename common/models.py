@@ -97,7 +97,7 @@ def _cnn(channels: int, scaled) -> nn.Sequential:
 
 
 def _convnet(channels: int, scaled) -> nn.Sequential:
-    """Guo et al.'s for RotatedMNIST: four 3x3 convolutions, each ReLU then group norm, and average pooling."""
+    """Guo et al.'s model: four 3x3 convolutions, each followed by ReLU and group norm, then average pooling."""
     layers, sizes = [], [channels, scaled(64), scaled(128), scaled(128), scaled(128)]
     for i in range(4):
         layers += [nn.Conv2d(sizes[i], sizes[i + 1], 3, stride=2 if i == 1 else 1, padding=1), nn.ReLU()]
@@ -114,7 +114,7 @@ def _resblocks(channels: int, scaled) -> nn.Sequential:
 
 
 class ResidualBlock(nn.Module):
-    """x + two 3x3 convolutions with batch norm."""
+    """relu(x + two 3x3 convolutions with batch norm)."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -146,9 +146,6 @@ class CharRNN(nn.Module):
         return self.lstm(self.embedding(x))[0][:, -1]
 
 
-# ------------------------------------------------------------------------------------------- torchvision's models
-
-
 class FrozenBatchNorm2d(nn.BatchNorm2d):
     """Batch norm that uses its stored statistics in training, too. It still learns its scale and shift."""
 
@@ -165,7 +162,7 @@ class ImageNetScale(nn.Module):
         self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ((x + 1) / 2 - self.mean) / self.std  # a grey image becomes three equal channels on the way
+        return ((x + 1) / 2 - self.mean) / self.std  # broadcasting gives a grey image three equal channels
 
 
 def _group_norm(channels: int) -> GroupNorm:
@@ -194,7 +191,7 @@ def _vgg16(channels: int, pretrained: str) -> nn.Sequential:
 
 
 def _load_imagenet(net: nn.Module, name: str, source: str) -> None:
-    weights = torchvision.models.get_model_weights(name).IMAGENET1K_V1  # the ones of the papers' time
+    weights = torchvision.models.get_model_weights(name).IMAGENET1K_V1  # the papers use these
     try:
         if source == "imagenet":
             state = weights.get_state_dict(progress=True, check_hash=True)
@@ -203,6 +200,6 @@ def _load_imagenet(net: nn.Module, name: str, source: str) -> None:
         net.load_state_dict(state)
     except Exception as e:  # from URLError to UnpicklingError, whose text tells users to load it unsafely
         raise UserError(
-            f"--pretrained: the weights of {name} cannot be had from {source} ({type(e).__name__}): without a network,"
+            f"--pretrained: the weights of {name} cannot be loaded from {source} ({type(e).__name__}): with no network,"
             f" download {weights.url} elsewhere and give the file's path"
         ) from e

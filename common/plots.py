@@ -139,7 +139,7 @@ def similarity(file: Path, cosines: Tensor, rows: Rows) -> None:
 
 
 def _frames(rows: Rows) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Round -> clients [n] and their points [n, 2], turned so that clients stay near their place of the last round."""
+    """Round -> clients [n] and their points [n, 2], turned so that each client stays near its last place."""
     frames, before = {}, None
     for row in rows:
         clients, points = np.array(row["present"]), np.array(row["points"]).reshape(-1, 2)
@@ -157,7 +157,7 @@ def hull_animation(file: Path, rows: Rows, dim: int) -> None:
     Each round has its own scale. At most 40 rounds are shown, evenly spaced.
 
     rows  of metrics.csv, with the columns `present` (clients) and `points` (their two coordinates)
-    dim   dimensions of the hull that selected clients: with more than two, some are inside the hull of the plane
+    dim   dimensions of the hull; above two, some selected clients lie inside the drawn hull
     """
     if ranks.RANK > 0:
         return
@@ -197,7 +197,7 @@ def hull_animation(file: Path, rows: Rows, dim: int) -> None:
 
 
 def alignment(file: Path, cosines: Mapping[str, Tensor], domains: Sequence[str]) -> None:
-    """FedIIR: cosines between the classifier gradients of clients, a panel for each title -> [M, M].
+    """FedIIR: cosines between the classifier gradients of clients, one panel per entry: title -> [M, M].
 
     domains  per client the domain of its data; clients of a domain stand side by side
     """
@@ -207,7 +207,8 @@ def alignment(file: Path, cosines: Mapping[str, Tensor], domains: Sequence[str])
         for axes, (title, matrix) in zip(all_axes, cosines.items(), strict=True):
             matrix = matrix.cpu().numpy()
             image = axes.imshow(matrix, cmap="RdGy_r", vmin=-1, vmax=1, interpolation="nearest")
-            mean = matrix[~np.eye(len(matrix), dtype=bool)].mean()
+            others = matrix[~np.eye(len(matrix), dtype=bool)]
+            mean = others.mean() if len(others) else 1
             axes.set(title=f"{title}\nmean {mean:.2f}", xlabel="clients, by domain")
             axes.set_xticks(starts, [])
             axes.set_yticks(starts, [domains[i] for i in starts])
@@ -228,7 +229,7 @@ def _iteration_ends(rows: Rows) -> list[Mapping]:
 def uncertainties(file: Path, rows: Rows, domains: Sequence[str], gamma: float) -> None:
     """UEFL: each client's uncertainty before an extension of the codebook and at the end of the next iteration.
 
-    Clients without new codewords are the control: they show what the additional rounds alone have changed.
+    Clients without new codewords are the control. They show the effect of the additional rounds alone.
 
     rows     of metrics.csv
     domains  per client the domain of its data

@@ -32,7 +32,7 @@ def meet() -> None:
 
 @contextmanager
 def first_rank_first():
-    """The first rank runs the block before the others do, for example to download a data set that they then find."""
+    """The first rank runs the block before the others. It may download a data set, which the others then find."""
     if RANK > 0:
         meet()
     yield

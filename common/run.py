@@ -50,11 +50,11 @@ class Run:
         self.evaluate_every, self.left_out, self.bar = args.evaluate_every, trainer.left_out, None
         self.saved_at = self.started = time.monotonic()
         self.save_took, self.rows, self.checkpoint = 0.0, [], None
-        if (self.folder / "checkpoint.pt").exists():
+        if args.resume and (self.folder / "checkpoint.pt").exists():
             self.checkpoint = self._read(self.folder / "checkpoint.pt")
             self.rows = self.checkpoint["rows"]
         self.seconds_before = self.rows[-1]["seconds"] if self.rows else 0.0
-        ranks.meet()  # all have read the checkpoint before the first rank writes the next one
+        ranks.meet()  # all ranks read the checkpoint before the first one writes the next
         part = self.folder / "metrics.part"
         with open(part if ranks.RANK == 0 else os.devnull, "w") as f:
             f.writelines([",".join(self.columns) + "\n", *map(self._line, self.rows)])
@@ -71,7 +71,7 @@ class Run:
         return self.checkpoint["state"]
 
     def rounds(self, state: dict, until: int, at_most: int | None = None) -> Iterator[int]:
-        """Counts the rounds after state["round"] up to `until`. Keeps state["round"] and the checkpoint up to date.
+        """Yields the rounds from state["round"] + 1 to `until`. Keeps state["round"] and the checkpoint up to date.
 
         at_most  where the progress bar ends, if the run may continue after `until`
         """
@@ -93,7 +93,7 @@ class Run:
         self.bar.update(min(share, self.t - self.bar.n))
 
     def evaluate(self, model: nn.Module, w: Tensor, clients: Clients) -> dict[str, float]:
-        """This round's ID and OOD accuracy of the model with weights w, by column; nothing if no evaluation is due.
+        """This round's ID and OOD accuracy of the model with weights w, by column; an empty dict if none is due.
 
         ID is the accuracy on the held-out samples of all participating clients together. OOD is the accuracy on
         clients.ood, if there are any.
@@ -150,7 +150,9 @@ class Run:
         if found["method"] != self.about["method"]:
             raise UserError(f"{file} was written by {found['method']}.py, not by {self.about['method']}.py")
         if found["flags"] != self.about["flags"]:
-            raise UserError(f"{file} belongs to a run with other flags than args.json says: start a new run")
+            raise UserError(
+                f"{file} and args.json have different flags, so they belong to different runs: start a new run"
+            )
         if found["data"] != self.about["data"]:
             raise UserError(f"{file}: the data set has changed since this run began: restore it, or start a new run")
         return found
@@ -191,8 +193,8 @@ def open_folder(args: argparse.Namespace, folder: Path | None = None, name: str 
         folder = Path(args.resume or args.out)
     if ranks.RANK > 0:
         return folder or Path("runs")
-    if folder is None:
-        folder = _new_folder(f"{Path(sys.argv[0]).stem}-{Path(args.dataset).stem}-{datetime.now():%Y%m%d-%H%M%S}")
+    if folder is None:  # with microseconds, because several runs may start in the same second
+        folder = Path("runs") / f"{Path(sys.argv[0]).stem}-{Path(args.dataset).stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is not a folder: choose another --out")
     if folder.exists() and any(folder.iterdir()) and not args.resume:
@@ -211,20 +213,8 @@ def open_folder(args: argparse.Namespace, folder: Path | None = None, name: str 
     return folder
 
 
-def _new_folder(stem: str) -> Path:
-    """Makes a folder of this name under runs/, with a number behind it if the name is taken."""
-    for end in ("", *(f"-{i}" for i in range(2, 1000))):
-        try:
-            folder = Path("runs") / f"{stem}{end}"
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            pass
-    raise UserError("runs/ is full: name a folder with --out")
-
-
 def _write(file: Path, content: dict) -> None:
-    """Saves `content`. A run killed meanwhile leaves the old file as it was. Raises OSError if the disk is full."""
+    """Saves `content`. If the run is killed meanwhile, the old file stays. Raises OSError if the disk is full."""
     part = file.with_suffix(".part")
     try:
         with open(part, "wb") as f:
@@ -259,10 +249,10 @@ def table(title: str, header: list[str], rows: list[list]) -> None:
 
 
 def launch(main: Callable[[], None]) -> None:
-    """Runs a method from the command line. Exit codes: 2 is a user's mistake, 1 a full disk or the like, 130 Ctrl-C.
+    """Runs a method from the command line. Exit codes: 2 is a user's mistake, 130 is Ctrl-C, and 1 is an error of the
+    operating system, such as a full disk.
 
-    Each of these is one line on stderr. Of several ranks only the first one prints, except for an error that another
-    rank alone has met.
+    Each of these is one line on stderr. Of several ranks, the others print only an error that they alone have met.
     """
     _opened.clear()
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (closed by the user)
@@ -274,7 +264,7 @@ def launch(main: Callable[[], None]) -> None:
     except UserError as e:
         code, message = 2, str(e)
     except OSError as e:
-        code, message = 1, f"{e}; solve this and continue with --resume {_opened[0]}" if _opened else str(e)
+        code, message = 1, f"{e}; fix this and continue with --resume {_opened[0]}" if _opened else str(e)
     except KeyboardInterrupt:
         if ranks.RANK > 0:
             sys.exit(130)
@@ -285,7 +275,7 @@ def launch(main: Callable[[], None]) -> None:
             message = f"stopped; --resume {_opened[0]} continues {where}"
     except RuntimeError:
         if ranks.RANK > 0:
-            time.sleep(3)  # another rank may have told the reason and left; then torchrun ends this one meanwhile
+            time.sleep(3)  # another rank may have printed the reason and ended; then torchrun ends this one
         raise
     if ranks.RANK > 0:
         time.sleep(3)  # as above

@@ -39,20 +39,20 @@ class GradientTable:
         )
 
     def known(self, ids: Tensor) -> Tensor:
-        """Those of the clients, int64 [n], with a usable update. An update of zeros has no direction to compare."""
+        """The clients among `ids`, int64 [n], with a usable update. An update of zeros has no direction to compare."""
         squares = self.products.diagonal()[ids.to(self.products.device)].to(ids.device)
         return ids[(squares > 0) & torch.isfinite(squares)]
 
     def missing(self, ids: Tensor) -> Tensor:
-        """Those of the clients, int64 [n], without a usable update."""
+        """The clients among `ids`, int64 [n], without a usable update."""
         return ids[~torch.isin(ids, self.known(ids))]
 
     def put(self, ids: Tensor, updates: Tensor, threshold: float = 0.0) -> Tensor:
-        """The clients, int64 [K], upload their updates [K, P]. Returns the updates the server then works with [K, P].
+        """Stores the updates [K, P] of these clients, int64 [K]. Returns the updates that the server then uses [K, P].
 
-        With a threshold, uploads are event-triggered: a client whose update differs from its last one by less than
-        this share of the last one's norm uploads nothing, and the server works with the last one again (a table of
-        sketches cannot do that). Computes the products of the new rows only, which takes K M P multiplications.
+        With a threshold, a client uploads only if its update changed by at least this share of the last one's norm.
+        Otherwise the server uses the last one again. A table of sketches cannot do that. Computes the products of the
+        new rows only, which takes K M P multiplications.
         Raises ValueError for a wrong shape.
         """
         size = self.updates.shape[1]
@@ -82,7 +82,7 @@ class GradientTable:
 
 
 def sketch(updates: Tensor, size: int) -> Tensor:
-    """[K, P] -> [K, size]. Inner products change by about 1 / sqrt(size) of the norms (Charikar et al. 2002).
+    """[K, P] -> [K, size]. Inner products change by about |x| |y| / sqrt(size) (Charikar et al. 2002).
 
     Each of the P coordinates is added to, or subtracted from, one of `size` random sums.
     """
@@ -90,7 +90,7 @@ def sketch(updates: Tensor, size: int) -> Tensor:
     into = torch.from_numpy(rng.integers(size, size=updates.shape[1])).to(updates.device)
     sign = torch.from_numpy(rng.integers(2, size=updates.shape[1], dtype=np.int8)).to(updates.device) * 2 - 1
     sums = torch.zeros(len(updates), size, dtype=torch.float64, device=updates.device)
-    for of_client, update in zip(sums, updates, strict=True):  # one by one: all in float64 would need twice [K, P]
+    for of_client, update in zip(sums, updates, strict=True):  # one by one, because all in float64 need twice [K, P]
         of_client.index_add_(0, into, update.double() * sign)  # in float64 the order of the sums hardly matters
     return sums.to(updates.dtype)
 
@@ -98,7 +98,7 @@ def sketch(updates: Tensor, size: int) -> Tensor:
 def trimmed_mean(updates: Tensor, share: float) -> Tensor:
     """[K, P] -> [P]: each coordinate's mean without its int(share K) largest and smallest values (Yin et al. 2018).
 
-    Cuts at least one value at either end if any value remains.
+    Removes at least one value at each end, if a value then remains.
     """
     k = len(updates)
     cut = min(max(1, int(share * k + 1e-9)), (k - 1) // 2)
@@ -131,10 +131,10 @@ def present(ids: Tensor, churn: float, rng: np.random.Generator) -> Tensor:
 
 def table_flags(add) -> None:
     """The flags of a method with a gradient table."""
-    add("--weighting", choices=["equal", "size", "entropy"], default="equal", help="alpha of line 9",
+    add("--weighting", choices=["equal", "size", "entropy"], default="equal", help="aggregation weights (line 9)",
         idle_if=lambda a: a.trim and "the trimmed mean has no weights")  # fmt: skip
-    add("--trim", type=flags.at_least(0, float, 0.49), default=0.0, help="trimmed mean: the share cut at either end")
-    add("--churn", type=flags.at_least(0, float, 0.99), default=0.0, help="probability to be away in a round")
+    add("--trim", type=flags.at_least(0, float, 0.49), default=0.0, help="trimmed mean: share removed at each end")
+    add("--churn", type=flags.at_least(0, float, 0.99), default=0.0, help="probability that a client is away")
     add("--event-threshold", type=flags.at_least(0, float), default=0.0,
         help="a client uploads only if its update changed by at least this share",
         idle_if=lambda a: a.sketch and "a --sketch does not keep old updates")  # fmt: skip

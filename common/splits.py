@@ -13,7 +13,7 @@ from torch import Tensor
 from common import UserError, random_at
 from common.data import Dataset
 
-MIN_SIZE = 10  # every client of a Dirichlet split has at least so many samples
+MIN_SIZE = 10  # every client of a Dirichlet split has at least this many samples
 HELD_OUT = {"dirichlet": 0.2, "iid": 0.2, "speaker": 0.1, "domain": 0.1, "silos": 0.2}  # share kept for testing
 
 
@@ -21,11 +21,10 @@ HELD_OUT = {"dirichlet": 0.2, "iid": 0.2, "speaker": 0.1, "domain": 0.1, "silos"
 class Clients:
     """All N clients. The first M of them participate; the others never train.
 
-    train, test    per client its positions in the pool, int64; local training never sees `test`
+    train, test    for each client its positions in the pool, int64; local training never sees `test`
     participating  M; the participating clients have the ids 0 .. M-1, so that an id is a row of every table
-    ood            int64: samples that differ from the participating clients' (the standard test set, or the domain
-                   left out); may be empty
-    domains        per client the domain of its data; empty strings if clients mix domains
+    ood            int64: OOD samples, which are the standard test set or the domain left out; may be empty
+    domains        for each client the domain of its data; empty strings if clients mix domains
     """
 
     train: list[Tensor]
@@ -50,9 +49,6 @@ class Clients:
         return torch.cat(self.test[: self.participating])
 
 
-# ------------------------------------------------------------------------------- pool or labels -> clients
-
-
 def shuffled(samples: Tensor, rng: np.random.Generator) -> Tensor:
     """The same samples in random order."""
     return samples[torch.from_numpy(rng.permutation(len(samples)))]
@@ -73,7 +69,7 @@ def dirichlet(
 ) -> list[Tensor]:
     """Label skew: each class is divided among the clients by its own draw from Dirichlet(alpha, ..., alpha).
 
-    A client with fewer than `min_size` samples then gets random samples from the client that has most at that moment.
+    A client with fewer than `min_size` samples then gets random samples from the client that has the most samples.
     Every sample belongs to exactly one client. Returns positions in `labels`, int64. Raises UserError if there are
     fewer than clients * min_size samples.
     """
@@ -115,7 +111,7 @@ def by_domain(domain: Tensor, clients: int, rng: np.random.Generator) -> list[Te
 
 
 def silos(domain: Tensor, per_domain: list[int], size: int, rng: np.random.Generator) -> list[Tensor]:
-    """per_domain[d] silos of `size` samples each from domain d (Zhang et al., section 4: 3 from each of 3 rotations).
+    """Makes per_domain[d] silos of `size` samples from domain d (Zhang et al., section 4: 3 from each of 3 rotations).
 
     The remaining samples belong to nobody. Returns positions in `domain`, ordered by domain. Raises UserError if the
     numbers do not fit the domains.
@@ -126,39 +122,43 @@ def silos(domain: Tensor, per_domain: list[int], size: int, rng: np.random.Gener
     if sum(per_domain) == 0:
         raise UserError("--silos gives no domain a silo")
     if bool((torch.tensor(per_domain) * size > sizes).any()):
-        raise UserError(f"{per_domain} silos of {size} samples do not fit into domains of {sizes.tolist()}")
+        raise UserError(
+            f"{per_domain} silos of {size} samples do not fit into domains of {sizes.tolist()}: lower --silo-size"
+        )
     parts = []
     for d, k in zip(values, per_domain, strict=True):
         parts += shuffled(torch.nonzero(domain == d).flatten(), rng)[: k * size].view(k, size).unbind()
     return parts
 
 
-def one_per_domain(domain: Tensor, clients: int, rng: np.random.Generator) -> list[Tensor]:
-    """Each client holds one whole domain, for example one speaker. Domains under MIN_SIZE samples are left out.
+def one_per_domain(domain: Tensor, clients: int, rng: np.random.Generator, min_size: int = MIN_SIZE) -> list[Tensor]:
+    """Each client holds one whole domain, for example one speaker. Domains under `min_size` samples are left out.
 
     Returns positions in `domain`. Raises UserError if there are too few such domains.
     """
     values, sizes = domain.unique(return_counts=True)
-    values = values[sizes >= MIN_SIZE]
+    values = values[sizes >= min_size]
     if clients > len(values):
         raise UserError(
-            f"{clients} clients with a domain each: only {len(values)} domains have {MIN_SIZE} samples or more; lower"
+            f"{clients} clients with a domain each: only {len(values)} domains have {min_size} samples or more; lower"
             " --clients"
         )
     return [torch.nonzero(domain == d).flatten() for d in draw(values, clients, rng)]
 
 
-# ------------------------------------------------------------------------------------ clients -> their parts
+def hold_out(
+    clients: list[Tensor], share: float, rng: np.random.Generator, gap: int = 0
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Divides each client's samples into training and test samples. `share` of them are for testing, at least one.
 
-
-def hold_out(clients: list[Tensor], share: float, rng: np.random.Generator) -> tuple[list[Tensor], list[Tensor]]:
-    """Divides each client's samples into training and test samples. `share` of them are for testing, at least one."""
+    gap  0: the test samples are random. Else they are the last ones, and so many samples before them are left out
+    """
     train, test = [], []
     for samples in clients:
-        samples = shuffled(samples, rng)
+        samples = samples.sort().values if gap else shuffled(samples, rng)
         cut = min(max(round(len(samples) * share), 1), len(samples) - 1)
-        test.append(samples[:cut])
-        train.append(samples[cut:])
+        test.append(samples[len(samples) - cut :])
+        train.append(samples[: max(len(samples) - cut - gap, 0)])
     return train, test
 
 
@@ -183,9 +183,6 @@ def symmetric_noise(
     return labels
 
 
-# ------------------------------------------------------------------------------------------------ all of it
-
-
 def deal(
     data: Dataset, seed: int, partition: str, *, alpha: float = 0.1, clients: int | None = None,
     participating: int | None = None, test_domain: str | None = None, silos_per_domain: list[int] | None = None,
@@ -193,17 +190,19 @@ def deal(
 ) -> Clients:  # fmt: skip
     """The clients of a run.
 
-    partition         dirichlet, iid: divide the standard training set among `clients` (default 100)
+    partition         dirichlet, iid: divide the training samples among `clients` (default 100)
                       speaker: each of `clients` (default 100) domains is one client
                       domain: each of `clients` (default: one per domain) holds samples of one domain
                       silos: silos_per_domain[d] silos of silo_size samples from domain d, all of them participating
-    participating     how many clients participate (default: all under domain and silos, else 4 in 10 as in Wu et al.)
-    test_domain       no client has this domain. `ood` is all of it, out of the standard training and test sets
-                      together, as in Guo et al. Without it, `ood` is the standard test set (under speaker: that of
-                      the clients' speakers), and empty for silos
+    participating     how many clients participate (default: all for domain and silos, else 40 percent, as in Wu et al.)
+    test_domain       no client has this domain, and `ood` is all of it. The training samples are then those of the
+                      standard training and test sets together, as in Guo et al. (except for silos). Without
+                      test_domain, `ood` is the standard test set. For speaker it holds the clients' speakers only.
+                      For silos it is empty
 
     A client's test samples are a share of its own samples (HELD_OUT). Silos instead get samples of the standard test
-    set if there is one. Raises UserError if the numbers do not fit the data.
+    set if there is one. In text, windows overlap. For speaker, a client's test windows share no character with its
+    training windows; the other partitions cannot promise this. Raises UserError if the numbers do not fit the data.
     """
     if partition in ("domain", "silos", "speaker") and data.domain is None:
         raise UserError(f"{data.name} has no domains: make some with --rotate, or choose --partition dirichlet or iid")
@@ -222,16 +221,18 @@ def deal(
         ood = ood[:0]
 
     rng, count = random_at(seed, "split"), clients or 100
+    if (clients or 1) > len(pool):
+        raise UserError(f"{len(pool)} samples are too few for {clients} clients: lower --clients")
     if partition == "silos":
         if silos_per_domain is None:
-            raise UserError("--partition silos needs --silos: how many each domain has")
+            raise UserError("--partition silos needs --silos: give the number of silos of each domain")
         parts = silos(data.domain[pool], silos_per_domain, silo_size, rng)
     elif partition == "dirichlet":
         parts = dirichlet(data.y[pool], count, alpha, rng)
     elif partition == "iid":
         parts = iid(torch.arange(len(pool)), count, rng)
     elif partition == "speaker":
-        parts = one_per_domain(data.domain[pool], count, rng)
+        parts = one_per_domain(data.domain[pool], count, rng, MIN_SIZE + data.gap)
     else:
         parts = by_domain(data.domain[pool], clients or len(data.domain[pool].unique()), rng)
     parts = [pool[part] for part in parts]
@@ -242,7 +243,8 @@ def deal(
             raise UserError(f"the test set has {sizes} samples of the domains: too few for --silos {silos_per_domain}")
         train, test = parts, [test_pool[part] for part in silos(data.domain[test_pool], silos_per_domain, size, rng)]
     else:
-        train, test = hold_out(parts, HELD_OUT[partition], random_at(seed, "held out"))
+        gap = data.gap if partition == "speaker" else 0
+        train, test = hold_out(parts, HELD_OUT[partition], random_at(seed, "held out"), gap)
     if not all(len(a) and len(b) for a, b in zip(train, test, strict=True)):
         raise UserError("a client has no samples to train on, or none to hold out: lower --clients, or --silos")
     if partition == "speaker" and test_domain is None:

@@ -39,18 +39,15 @@ def local_solver(model: nn.Module, w: Tensor, batches: Batches, optimizer: torch
         yield loss
 
 
-# ------------------------------------------------------------------------------------------- devices and precision
-
-
 def keep_freed_memory() -> None:
     """Stops glibc from returning freed memory to the system, so that each batch reuses the buffers of the last one."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt and any(mallopt(M_MMAP_THRESHOLD, size) for size in (1 << 30, 1 << 25)):  # old ones refuse the first
+    if mallopt and any(mallopt(M_MMAP_THRESHOLD, size) for size in (1 << 30, 1 << 25)):  # old versions refuse 1 << 30
         mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of this name. `auto` is a GPU if there is one; with several ranks, each takes its own.
+    """The device of this name. `auto` is a GPU if there is one; each rank takes its own GPU.
 
     Raises UserError if the device does not exist.
     """
@@ -73,7 +70,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_precision(name: str, device: torch.device) -> str:
-    """`auto` is bfloat16 if the device multiplies in it in hardware, else float32. See results/speed.md."""
+    """`auto` means bfloat16 if the hardware multiplies in bfloat16, else float32. See results/speed.md."""
     if name != "auto":
         return name
     if device.type == "cuda":
@@ -88,9 +85,6 @@ def seeded(device: torch.device, seed: int, purpose: str, *where: int):
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(int(random_at(seed, purpose, *where).integers(2**63)))
         yield
-
-
-# ------------------------------------------------------------------------------------------- a model as one vector
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
@@ -120,9 +114,6 @@ def unflatten(model: nn.Module, w: Tensor) -> list[Tensor]:
     return [part.view_as(t) for t, part in zip(tensors, w.split([t.numel() for t in tensors]), strict=True)]
 
 
-# -------------------------------------------------------------------------------------------------------- trainer
-
-
 class Trainer:
     """Local training and evaluation on one pool of samples.
 
@@ -139,8 +130,8 @@ class Trainer:
         self.seed, self.epochs, self.batch_size, self.lr = seed, epochs, batch_size, lr
         self.optimizer, self.momentum, self.precision = optimizer, momentum, precision
         self.left_out = 0  # how many uploads were not finite, so far
-        self.progress: Callable[[float], None] = lambda share: None  # called with the share of local_updates just done
-        self.chunk = 1000 if device.type == "cuda" else 250  # samples in a step of evaluation
+        self.progress: Callable[[float], None] = lambda share: None  # called with the share of the work just finished
+        self.chunk = 1000 if device.type == "cuda" else 250  # batch size of the evaluation
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
@@ -161,9 +152,9 @@ class Trainer:
         each           name -> one value per client id; client_update gets that client's value as a keyword argument
         shared         keyword arguments of client_update that are the same for all clients
 
-        Returns the ids of the clients with a usable upload, int64 [K], and on the device their G [K, P], row
-        i = w - w_i, and their mean training losses [K]. A client whose upload or loss is not finite is left out.
-        Raises UserError if fewer than `needed` clients are left.
+        Returns three tensors: the ids of the clients with a usable upload, int64 [K]; their G [K, P], row i = w - w_i;
+        their mean training losses [K]. The last two are on the device. A client with an upload or a loss that is not
+        finite is left out. Raises UserError if fewer than `needed` clients are left.
         """
         ids = clients.tolist()
         updates, losses = torch.zeros(len(ids), len(w), device=self.device), torch.zeros(len(ids), device=self.device)
@@ -199,7 +190,9 @@ class Trainer:
     def _batches(self, samples: Tensor, round: int, client: int) -> Batches:
         """A client's batches: in each epoch consecutive slices of a new random order. The last slice may be smaller."""
         rng = random_at(self.seed, "batches", round, client)
-        orders = torch.stack([shuffled(samples, rng) for _ in range(self.epochs)]).to(self.device)  # one copy
+        orders = torch.stack([shuffled(samples, rng) for _ in range(self.epochs)]).to(
+            self.device
+        )  # one copy to the device
         return map(self.batch, chain.from_iterable(order.split(self.batch_size) for order in orders))
 
     def map_clients(

@@ -1,10 +1,10 @@
-"""Runs the experiments of the result pages: one thread each, two at a time. What is done already is skipped.
+"""Runs experiments of the result pages: one thread each, two at a time. It skips what has finished on this machine.
 
-    python -m results.experiments                  all of them (days on two cores)
+    python -m results.experiments                  all of them (many hours on two cores)
     python -m results.experiments uefl/glyphs      those with this beginning
 
-Runs are made under runs/experiments. When one has finished, its args.json and metrics.csv are copied to results/. A run
-that was interrupted continues.
+The runs are under runs/experiments. When one has finished, its args.json and metrics.csv are copied to results/. An
+interrupted run continues.
 """
 
 import os
@@ -15,8 +15,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HERE = Path(__file__).parent
-WORK = HERE.parent / "runs/experiments"
+WORK, RESULTS = Path("runs/experiments"), Path("results")
 
 UEFL = "uefl.py --no-compare"
 PLAIN = "uefl.py --codebook-size 0"
@@ -30,6 +29,7 @@ EXPERIMENTS = {  # folder in results/ -> command without the seed
     "uefl/glyphs/static-codebook": f"{UEFL} --iterations 1 --rounds 7",
     "uefl/glyphs/fedavg": f"{PLAIN} --rounds 7",
     "uefl/glyphs/fedavg-no-norm": f"{PLAIN} --rounds 7 --no-token-norm",
+    "wu/hull-animation": f"convex_hull_select.py {WU}",
     "wu/cifar10/hull": f"convex_hull_select.py {WU}",
     "uefl/mnist/uefl": f"{UEFL} {MNIST} {CODEBOOK} --rounds 3 --later-rounds 2 --iterations 5",
     "uefl/mnist/fedavg": f"{PLAIN} {MNIST} --rounds 11",
@@ -51,13 +51,13 @@ SEEDS = range(3)
 
 def finish(name: str, seed: int) -> None:
     """Runs one experiment, or continues it, and copies its result."""
-    folder, result = WORK / name / str(seed), HERE / name / str(seed)
+    folder, result = WORK / name / str(seed), RESULTS / name / str(seed)
     command = EXPERIMENTS[name].split()
     flags = ["--resume", folder] if (folder / "args.json").exists() else [*command[1:], "--seed", seed, "--out", folder]
     with open(WORK / "log.txt", "a") as log:
         words = [sys.executable, command[0], *map(str, flags)]
         print(shlex.join(words), file=log, flush=True)
-        subprocess.run(words, cwd=HERE.parent, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=log, stdout=log)
+        subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=log, stdout=log)
     if (folder / "model.pt").exists():
         result.mkdir(parents=True, exist_ok=True)
         for file in ("args.json", "metrics.csv"):
@@ -68,6 +68,7 @@ def finish(name: str, seed: int) -> None:
 
 
 def main() -> None:
+    os.chdir(Path(__file__).parents[1])
     WORK.mkdir(parents=True, exist_ok=True)
     begin = sys.argv[1] if len(sys.argv) > 1 else ""
     names = [name for name in EXPERIMENTS if name.startswith(begin)]

@@ -222,3 +222,43 @@ def test_text_without_speakers_is_refused(tmp_path):
     (tmp_path / "novel.txt").write_text("Call me Ishmael. " * 100)
     with pytest.raises(UserError, match="Speaker"):
         load(str(tmp_path / "novel.txt"), tmp_path)
+
+
+def test_images_of_other_kinds_look_as_a_person_sees_them(tmp_path):
+    folder = tmp_path / "pets" / "a" / "cat"
+    folder.mkdir(parents=True)
+    ramp = np.tile(np.arange(16, dtype=np.uint16) * 4369, (16, 1))  # 0 .. 65535
+    Image.fromarray(ramp).save(folder / "0-sixteen-bits.png")
+    clear = Image.new("RGBA", (16, 16), (255, 0, 0, 0))
+    clear.putpixel((0, 0), (0, 0, 0, 255))
+    clear.save(folder / "1-transparent.png")
+    upright = Image.new("L", (16, 16))
+    upright.paste(255, (0, 0, 16, 8))  # the upper half is white
+    exif = Image.Exif()
+    exif[0x0112] = 3  # the camera was upside down
+    upright.rotate(180).convert("RGB").save(folder / "2-rotated.jpg", exif=exif, quality=95)
+    palette = Image.new("P", (16, 16), 0)
+    palette.putpalette([9, 9, 9, 200, 200, 200])
+    palette.save(folder / "3-palette.gif", transparency=0)
+    (folder.parent / ".ipynb_checkpoints").mkdir()
+    Image.new("L", (16, 16)).save(folder.parent / ".ipynb_checkpoints/0.png")
+    data = image_folder(tmp_path / "pets", tmp_path / "cache", 16)
+    sixteen, transparent, rotated_back, gif = data.x.int()
+    assert data.classes == ["cat"] and len(data.x) == 4
+    assert (sixteen[0, 5] - torch.arange(16) * 17).abs().max() <= 1, "equal steps from black to white"
+    assert transparent[:, 8, 8].tolist() == [255] * 3 and transparent[:, 0, 0].tolist() == [0] * 3
+    assert rotated_back[:, :6].min() > 200 and rotated_back[:, 10:].max() < 50
+    assert (gif == 255).all()
+
+
+def test_train_and_test_in_capitals_are_train_and_test(tmp_path):
+    write_images(tmp_path / "pets" / "Train")
+    write_images(tmp_path / "pets" / "TEST")
+    data = load(str(tmp_path / "pets"), tmp_path, image_size=8)
+    assert data.domain is None and len(data.train) == len(data.test) == 6
+
+
+def test_a_speech_after_a_byte_order_mark_or_a_line_of_spaces_is_a_speech(tmp_path):
+    words = "But soft, what light through yonder window breaks? " * 30
+    (tmp_path / "play.txt").write_text(f"\ufeffROMEO:\n{words}\n \t\nJULIET:\n{words}\n", encoding="utf-8")
+    assert plays(tmp_path / "play.txt").domains == ["JULIET", "ROMEO"]

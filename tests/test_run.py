@@ -83,7 +83,7 @@ def test_flags_are_kept(start):
 
 MISTAKES = [
     (fedavg, "--dataset cifar11", "no data set 'cifar11': choose from"),
-    (fedavg, "--dataset missing/folder", "missing/folder: there is no such folder"),
+    (fedavg, "--dataset missing/folder", "missing/folder: there is no such folder or file"),
     (fedavg, "--dataset mnist --data-dir empty", "--data-dir"),
     (fedavg, "--rounds 0", "--rounds: 0 is out of range"),
     (fedavg, "--rounds many", "'many' is not a whole number"),
@@ -142,7 +142,7 @@ MISTAKES = [
     (fedavg, "--partition iid --dirichlet 0.5", "--dirichlet has no effect here"),
     (fedavg, "--partition domain --clients 3", "--clients 3 is fewer than the 5 domains"),
     (fedavg, "--partition speaker --clients 100", "only 5 domains have 10 samples or more; lower --clients"),
-    (fedavg, "--pretrained weights.pt --model resnet18", "the weights of resnet18 cannot be had from weights.pt"),
+    (fedavg, "--pretrained weights.pt --model resnet18", "the weights of resnet18 cannot be loaded from weights.pt"),
     (fedavg, "--dataset full/notes.txt", "no speaker has enough text"),
     (fedavg, "--dataset full", "holds no images"),
     (fedavg, "--dataset mixed", "must hold either train/ and test/ or one folder per domain"),
@@ -224,7 +224,7 @@ def test_a_checkpoint_that_belongs_elsewhere_is_refused(start, capsys, tiny):
     folder = start(fedavg, CUTS[fedavg] + "--out run") / "run"
     good = torch.load(folder / "checkpoint.pt")
     for entries, says in [
-        ({"flags": {**good["flags"], "seed": 1}}, "a run with other flags than args.json says"),
+        ({"flags": {**good["flags"], "seed": 1}}, "have different flags, so they belong to different runs"),
         ({"data": good["data"] + 1}, "the data set has changed since this run began"),
         ({"version": 3}, "was written by another version of this project"),
         ({"method": "uefl"}, "was written by uefl.py, not by fedavg.py"),
@@ -238,7 +238,7 @@ def test_a_checkpoint_that_belongs_elsewhere_is_refused(start, capsys, tiny):
     (folder / "args.json").write_text(args.replace('"lr": 0.05', '"lr": 0.5'))
     with pytest.raises(SystemExit):
         run.launch(lambda: start(fedavg, "--resume run"))
-    assert "a run with other flags than args.json says" in capsys.readouterr().err
+    assert "have different flags, so they belong to different runs" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_the_old_format_gets_its_one_line(start, capsys):
@@ -262,7 +262,7 @@ def test_runs_that_start_in_the_same_second_get_a_folder_each(start, monkeypatch
     class Clock(run.datetime):
         @classmethod
         def now(cls):
-            return cls(2030, 1, 1)
+            return super().now().replace(year=2030, month=1, day=1, hour=0, minute=0, second=0)
 
     monkeypatch.setattr(run, "datetime", Clock)
     for _ in range(3):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import common.data
 from common import UserError, random_at
 from common.splits import (
     by_domain,
@@ -234,3 +235,21 @@ def test_generators_at_different_addresses_differ():
     ]
     assert len(set(draws)) == len(draws)
     assert np.array_equal(random_at(0, "a", 3).random(5), random_at(0, "a", 3).random(5))
+
+
+def test_a_speakers_test_windows_share_no_text_with_its_training_windows(tmp_path):
+    rng = random_at(0, "play")
+    said = "".join(rng.choice(list("abcdefghij"), 4000))
+    (tmp_path / "play.txt").write_text(f"ROMEO:\n{said}\n")
+    data = common.data.plays(tmp_path / "play.txt")
+    clients = deal(data, 0, "speaker", clients=1, participating=1)
+    begins = [said.index("".join(data.classes[c] for c in x)) for x in data.x.tolist()]
+    train, test = ([begins[i] for i in part[0]] for part in (clients.train, clients.test))
+    assert train and test and max(train) + 81 <= min(test)
+    assert len(train) + len(test) + data.gap == len(data.train)
+
+
+def test_more_clients_than_samples_are_refused_at_once(tiny):
+    for partition in ("domain", "iid", "dirichlet"):
+        with pytest.raises(UserError, match=r"too few for \d+ clients"):
+            deal(tiny, 0, partition, clients=100_000_000)
