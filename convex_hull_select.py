@@ -1,9 +1,9 @@
 """Convex-hull selection: train the clients whose gradients are the vertices of the convex hull of all gradients.
 
 Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating Clients (arXiv
-2310.07171), section IV-B2. The server keeps each participating client's latest g = w - w_i. In each round it selects
-the vertices of the convex hull of these points. The idea: gradients of clients that never train probably lie inside
-the hull, or near it.
+2310.07171), section IV-B2. The server keeps each participating client's latest g = w - w_i, its gradient. In each round
+it selects the vertices of the convex hull of these points. The idea: gradients of clients that never train probably lie
+inside the hull, or near it.
 
     Algorithm 2                                                          in the code
      1  before round 1 all participating clients train from w_0          main, at the start of round 1
@@ -19,23 +19,24 @@ the hull, or near it.
 For line 4 see minimax_select.py.
 
 Where the paper is silent (choices 1 and 2 change the result most)
-1. The space of the hull. With M - 1 or more dimensions, normally all M points are vertices. Also, quickhull cannot run
+1. The space of the hull. In M - 1 or more dimensions, normally all M points are vertices. Also, quickhull cannot run
    in a million dimensions. So we project first, and the projection decides which clients are vertices. We centre the
    gradients and keep their first --hull-dim principal components. With --no-raw, each gradient is first scaled to
    length 1, because the paper speaks of "cosine similarity to construct the convex hull". See results/wu for both.
-2. How many clients are selected: as many as the hull has vertices. --draw N draws N of them at random.
+2. How many clients are selected: as many as the hull has vertices. --draw N draws at most N of them at random.
 3. If the points span fewer than --hull-dim dimensions, the hull is built in the dimensions that they span. If several
    clients share a point, one of them is selected. If all share one point, the first client is selected.
 4. alpha_i: the theory uses 1/K, and the experiments do not say. The default is --weighting equal.
-5. Interior, table 1's ablation, draws from the clients that are not vertices. It draws as many as there are vertices,
-   or all if there are fewer. The run stops if there are none.
+5. Interior, table 1's ablation, draws from the clients that are not vertices. It draws as many as there are vertices
+   (at most N with --draw N), or all if there are fewer. The run stops if there are none.
 6. Clients that leave and come back ("client churn"): --churn is the probability that a client is away in a round. A
    present client with no g in the table (or with a zero or non-finite one) trains from the current w and enters the
    table. It can be selected in the same round.
 7. Noisy clients (figure 7): --label-noise with --trim, the trimmed mean. For each parameter it drops the int(trim K)
-   smallest and largest values, at least one of each. It has no weights.
+   smallest and largest values, at least one of each. The trimmed mean ignores --weighting.
 8. Event-triggered uploads (section IV-B, "communication and computation cost"): with --event-threshold, a selected
-   client uploads nothing if ||new g - old g|| is less than this share of ||old g||. The server then uses the old g.
+   client uploads nothing if ||new g - old g|| is less than the threshold times ||old g||. The server then uses the old
+   g.
 9. The models ("a CNN", "an RNN"): those of McMahan et al. and of LEAF. ResNet-18 has group norm. See common/models.py.
 10. ID: the paper has the local test sets of the selected clients. Ours are those of all participating clients: a fifth
     of each client's samples (of text a tenth), not used for training.
@@ -64,7 +65,8 @@ def principal_components(products: Tensor, dim: int, scale: bool = False) -> Ten
 
     scale  first scales the updates to unit length
 
-    Fewer columns are returned if the updates span fewer dimensions. Very small components count as rounding.
+    Fewer columns are returned if the updates span fewer dimensions. Components with very small variance count as
+    rounding errors.
     """
     gram = products.double()
     if scale:
@@ -90,7 +92,7 @@ def vertices_of(points: Tensor) -> Tensor:
 def hull_vertices(updates: Tensor, dim: int, scale: bool = False) -> Tensor:
     """Line 3 for other projects: the clients on the hull, from their updates [M, P].
 
-    An update is w before training minus w after, not weights.
+    An update is the weights before training minus the weights after it. Do not pass weights.
 
     dim    principal components in which the hull is built, 1 to 8
     scale  first scales the updates to unit length
@@ -106,7 +108,7 @@ def hull_vertices(updates: Tensor, dim: int, scale: bool = False) -> Tensor:
         raise ValueError(f"none of the {len(updates)} updates is usable: they are zero or not finite")
     rows = updates[usable].double()
     rows = F.normalize(rows) if scale else rows
-    rows = rows - rows.mean(0)  # otherwise a large common part would cost precision
+    rows = rows - rows.mean(0)  # centre before the products: a large mean would make them imprecise
     return usable[vertices_of(principal_components((rows @ rows.T).cpu(), dim)).to(usable.device)]
 
 
@@ -134,7 +136,7 @@ SETTINGS = {
 def own_flags(add) -> None:
     add("--selection", choices=["hull", "interior"], default="hull", help="line 3, or its ablation")
     add("--hull-dim", type=flags.at_least(1, int, 8), default=3, help="principal components in which the hull is built")
-    add("--raw", action=argparse.BooleanOptionalAction, default=True, help="gradients as they are, not of length 1")
+    add("--raw", action=argparse.BooleanOptionalAction, default=True, help="gradients without scaling them to length 1")
     add("--draw", type=flags.at_least(1), metavar="N", help="train only N of the clients found, drawn at random")
     server.table_flags(add)
 
@@ -155,17 +157,20 @@ def main(argv: list[str] | None = None) -> None:
     table = server.GradientTable(**state["table"])
     for t in log.rounds(state, args.rounds):  # line 2
         present = server.present(clients.ids, args.churn, random_at(args.seed, "churn", t))
-        for newcomers in table.missing(present).split(args.sample):  # line 1: in round 1 all present clients
+        for newcomers in table.missing(present).split(args.sample):  # line 1: in round 1 all present clients, in parts
             joined, updates, _ = trainer.local_updates(
                 train.local_solver, model, state["w"], newcomers, clients.train, 0, needed=0
             )
             table.put(joined, updates)
         present = table.known(present)
         if not len(present):
-            raise UserError("no update can be used: lower --lr if they are not finite, raise --lr if they are zero")
+            raise UserError(
+                "all updates are zero or not finite: lower --lr if they are not finite, raise it if they are zero"
+            )
 
+        # the picture needs two coordinates in any case
         points = principal_components(table.products[present][:, present].cpu(), max(2, args.hull_dim), not args.raw)
-        vertices = vertices_of(points[:, : args.hull_dim])  # line 3 (the picture always needs two coordinates)
+        vertices = vertices_of(points[:, : args.hull_dim])  # line 3
         candidates = vertices if args.selection == "hull" else interior(len(present), vertices)
         if not len(candidates):
             raise UserError(f"round {t}: no client lies inside the hull; lower --hull-dim")

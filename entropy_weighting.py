@@ -18,27 +18,27 @@ Noisy labels also have a large entropy. --label-noise SHARE RATE adds such noise
     a total-variation norm penalty in each local objective (figure 7)                            --tv
     expelling clients with an extremely large entropy                                            --expel
     the similarity to the uniform label distribution instead of the entropy                      --weighting cosine
-    a Byzantine-robust average, with the two selections (minimax_select.py, convex_hull_select.py)   --trim
+    a Byzantine-robust average, only in minimax_select.py and convex_hull_select.py              --trim
 Not here: the detection of noisy clients by other authors' methods, encrypted uploads of H_i, and the methods FedALRC
 and FedGAMMA of figures 8 and 9.
 
 Where the paper is silent
 1. Each round draws --sample clients at random. Their weights are divided by the sum of their weights.
-2. H_i is the entropy of a client's training samples, in nats. Label noise counts, because the client does not see it.
-3. Which similarity: the cosine between the label distribution and the uniform one, instead of H_i in (14). With minus
-   KL(p_i || uniform) = log C - H_i the weights would not change, because log C cancels.
+2. H_i is the entropy of a client's training labels, in nats, with wrong labels, which the client does not know.
+3. Which similarity: the cosine between the label distribution and the uniform one, instead of H_i in (14). With
+   -KL(p_i || uniform) = H_i - log C instead, the weights would be the same, because log C cancels.
 4. How many clients are expelled: the share --expel of the participating clients, those with the largest entropy.
-5. Label noise: a Bernoulli draw decides whether a client is noisy. Each of its training labels is then replaced with
-   the probability RATE by one of the other classes, all equally likely. Held-out samples keep their true labels. The
-   paper gives neither SHARE nor RATE. It also does not give the form of the penalty nor its weight lambda. Ours is
+5. Label noise: a Bernoulli draw decides whether a client is noisy. Each of its training labels then changes with
+   probability RATE to one of the other classes, all equally likely. Held-out samples keep their true labels. The paper
+   gives neither SHARE nor RATE. It gives neither the penalty's form nor its weight lambda. We use the penalty
    lambda ||w_i - w||_1 over the parameters.
 6. The paper says only "a CNN". Ours is the CNN of McMahan et al. ResNet-18 has group norm. See common/models.py.
 7. ID: the paper tests on the local test sets of the selected clients. We test on those of all participating clients: a
    fifth of each client's samples (of text a tenth), not used for training.
-8. p_i describes a client fully only if clients differ in nothing but their labels. Other shifts need another estimate.
+8. p_i describes a client fully only if clients differ in their labels alone. Other shifts need another measure.
 
     python entropy_weighting.py
-    python entropy_weighting.py --weighting size                                          (table 2; also equal)
+    python entropy_weighting.py --weighting size                                          (table 2, also equal)
     python entropy_weighting.py --dataset cifar10
     python entropy_weighting.py --dataset cifar10 --dirichlet 0.09 --batch-size 16 --local-epochs 3 --lr 0.01 \\
         --label-noise 0.3 0.5 --tv 1e-4                                                                    (figure 7)
@@ -58,7 +58,7 @@ def label_entropy(label_counts: Tensor) -> Tensor:
     """
     counts = label_counts.double()
     if counts.dim() != 2 or not torch.isfinite(counts).all() or (counts < 0).any() or (counts.sum(1) == 0).any():
-        raise ValueError("label_counts must be [clients, classes], with at least one sample in each row")
+        raise ValueError("label_counts must be [clients, classes], finite, not negative, with a sample in each row")
     return torch.special.entr(counts / counts.sum(1, keepdim=True)).sum(1)
 
 
@@ -77,20 +77,20 @@ def cosine_weights(label_counts: Tensor) -> Tensor:
 
 
 def client_update(model, w, batches, optimizer, autocast, tv):
-    """Line 4 for one client: trains `model`, starting from w [P]. Yields each batch's loss to the trainer.
+    """Line 4 for one client: trains `model` from w [P] on. Yields each batch's loss to the trainer.
 
     tv  lambda, the weight of the penalty ||w_i - w||_1
     """
     train.set_weights(model, w)
     start = train.unflatten(model, w)  # parameters first, then buffers; only parameters have a penalty
-    for x, y in batches:
+    for x, y in batches:  # line 4
         with autocast():
             loss = F.cross_entropy(model(x), y)
         if tv:
             loss = loss + tv * sum((p - s).abs().sum() for p, s in zip(model.parameters(), start, strict=False))
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()  # line 4
+        optimizer.step()
         yield loss
 
 
@@ -112,7 +112,12 @@ SETTINGS = {
 
 def own_flags(add) -> None:
     kinds = ["entropy", "cosine", "size", "equal"]
-    add("--weighting", choices=kinds, default="entropy", help="entropy is equation 14; the others replace it")
+    add(
+        "--weighting",
+        choices=kinds,
+        default="entropy",
+        help="entropy: equation 14; cosine: with the cosine instead of H_i",
+    )
     add("--tv", type=flags.at_least(0, float), default=0.0, help="lambda of the total-variation penalty")
     add("--expel", type=flags.at_least(0, float, 0.99), default=0.0, help="share of clients removed, by entropy")
 

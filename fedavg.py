@@ -1,8 +1,8 @@
 """FedAvg: the server averages what the selected clients have learned.
 
 McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017. The line
-numbers are those of Algorithm 1 of Guo et al. (FedIIR, ICML 2023), which shows FedAvg and FedIIR in one listing. Every
-line of it counts, from 1 to 16. Lines 4 and 10 belong to FedIIR alone.
+numbers are those of Algorithm 1 of Guo et al. (FedIIR, ICML 2023), which shows FedAvg and FedIIR in one listing. We
+count all its 16 lines. Lines 12, 14 and 16 only end a loop, and lines 4 and 10 belong to FedIIR alone.
 
     Algorithm 1, FedAvg                                           in the code
      1  initialise theta^0                                        main
@@ -31,7 +31,7 @@ Where the papers are silent or differ
 - Momentum starts from zero for each client in each round.
 - Batch norm's statistics, in models that have them, are averaged like parameters.
 - ID is the accuracy on the held-out samples of all participating clients. OOD is the accuracy on the standard test set.
-  With label skew, this set has the labels of all clients together. With --test-domain, OOD is the domain left out.
+  With label skew, this set has the labels of all clients. With --test-domain, OOD is the domain left out.
 
     python fedavg.py
     python fedavg.py --dataset cifar10 --selection power_of_choice
@@ -51,12 +51,15 @@ def select_power_of_choice(losses: Tensor, count: int) -> Tensor:
 
 
 def aggregation_weights(sizes: Tensor, weighting: str) -> Tensor:
-    """One weight per selected client, from their numbers of samples [C]: "size" gives n_c / n, "equal" gives 1 / C."""
+    """One weight per selected client, from their numbers of samples [C]:
+
+    "size" gives n_c / n, "equal" gives 1 / |C|.
+    """
     return sizes / sizes.sum() if weighting == "size" else torch.full_like(sizes, 1 / len(sizes))
 
 
 def client_update(model, w, batches, optimizer, autocast):
-    """Lines 6 to 12 for one client: trains `model`, starting from w [P]. Yields each batch's loss to the trainer."""
+    """Lines 6 to 12 for one client: trains `model` from w [P] on. Yields each batch's loss to the trainer."""
     train.set_weights(model, w)  # line 6
     for x, y in batches:  # lines 7, 8
         with autocast():
@@ -68,8 +71,9 @@ def client_update(model, w, batches, optimizer, autocast):
 
 
 # Data sets that Wu et al. use have the settings of their section V. They tune the learning rate over {0.1, 0.01, 0.001}
-# and do not say which one they chose. Folders like PACS have the settings of Guo et al., table 3. Our choices: 200
-# rounds and glyphs. By default 40 of 100 clients participate (Wu et al.), and 10 train per round (our choice).
+# and name their choice only for CIFAR-100: 0.01. Folders like PACS have the settings of Guo et al., table 3. Our
+# choices: 200 rounds and glyphs. By default 40 of 100 clients participate (Wu et al.), and 10 train per round (our
+# choice).
 WU = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 SETTINGS = {
     "glyphs": {**WU, "dirichlet": 0.1, "width": 0.5, "batch_size": 32, "lr": 0.05, "rounds": 25},
@@ -83,7 +87,7 @@ SETTINGS = {
 
 def own_flags(add) -> None:
     add("--selection", choices=["random", "full", "power_of_choice"], default="random", help="line 3: who trains")
-    add("--weighting", choices=["size", "equal"], default="size", help="line 15: n_c / n, or 1 / C")
+    add("--weighting", choices=["size", "equal"], default="size", help="line 15: n_c / n, or 1 / |C|")
     add("--server-lr", type=flags.positive, default=1.0, help="eta_g, the server's step size")
 
 

@@ -2,8 +2,8 @@
 
 Guo, Guo, Cao, Zheng and Wang, Out-of-Distribution Generalization of Federated Learning via Implicit Invariant
 Relationships, ICML 2023. A model theta has a feature extractor and a classifier omega. Each client adds a penalty to
-its risk: the squared distance between its gradient with respect to omega and the clients' mean gradient, which is also
-averaged over the rounds.
+its risk: the squared distance between its gradient with respect to omega and g^t. g^t is the mean of the clients'
+gradients, smoothed by a moving average over the rounds.
 
     Algorithm 1, FedIIR, counting every line of its listing              in the code
      1  initialise theta^0                                               leave_out, federate
@@ -20,8 +20,8 @@ averaged over the rounds.
     13          Delta_c = theta_c - theta^{t-1}                          federate, trainer.local_updates
     15      theta^t = theta^{t-1} + eta_g mean of Delta_c                federate
 
-With gamma = 0, line 10 becomes line 9, FedAvg's. Algorithm 2 (which client holds what) is by_domain() in
-common/splits.py.
+With gamma = 0, line 10 is the same as line 9, and the method is FedAvg. Algorithm 2 (which client holds what) is
+by_domain() in common/splits.py.
 
 Where the paper is silent or unclear
  1. The moving average starts at zero. As in the authors' code, nothing corrects for that. In the first rounds g^t is
@@ -30,18 +30,20 @@ Where the paper is silent or unclear
  3. Line 4 uses the model in evaluation mode, on all of a client's training samples.
  4. Validation data: 10 % of each client's samples. The chosen model is the first one with the best accuracy on the
     validation data of all participating clients together.
- 5. FedAvg, for comparison, has the same learning rate, batch size, clients, initial weights, selections and batches,
-    and equal weights in line 15.
+ 5. FedAvg, for comparison, has the same learning rate, batch size, clients, initial model, selections and batches.
+    Like FedIIR, it gives all clients the same weight in line 15.
  6. Columns of metrics.csv: `penalty` is gamma/2 times the mean over C of ||grad_omega R_c - g^t||^2 at theta^{t-1}.
-    `penalty_share` is its share of the loss. `gradient_spread` is the mean over C of ||grad_omega R_c - g||^2.
+    `penalty_share` is penalty / (penalty + mean over C of R_c). `gradient_spread` is the mean over C of ||grad_omega
+    R_c - g||^2.
  7. ResNets have group norm. With --pretrained they have batch norm with fixed statistics, as in the authors' code. The
     hidden layer of a classifier is as wide as its input. Images are not augmented.
  8. Clients with a gradient, loss or update that is not finite are left out of the means.
 
 Where the authors' code differs
-- Local SGD has momentum 0.9 (--momentum 0.9; see results/fediir). The penalty has no factor 1/2 (double --gamma).
+- Local SGD has momentum 0.9 (--momentum 0.9; see results/fediir). The penalty has no factor 1/2 (for that, double
+  --gamma).
 - Line 4 averages over mini-batches, not over clients. Images are in 0..1, not in -1..1.
-- The classifier starts from Kaiming-normal weights. That of a ResNet has two layers, 512 to 256 to classes.
+- The classifier starts from Kaiming-normal weights. A ResNet's has two layers: 512 to 256, and 256 to classes.
 - Validation is every ten rounds (--evaluate-every 10) and is an unweighted mean over domains.
 - Images of 224 pixels are cropped, flipped, jittered and turned grey at random.
 
@@ -82,8 +84,8 @@ def fediir_loss(
 ) -> Tensor:
     """R + gamma/2 ||grad_omega R - global_gradient||^2 (line 10) for the model classifier(features(x)).
 
-    backward() reaches all parameters, also through grad_omega R, which needs second derivatives. Frozen parameters of
-    the classifier are no part of omega. Raises ValueError if global_gradient is not [Q], one number per parameter.
+    Its gradient needs second derivatives, because the penalty contains grad_omega R. Frozen parameters of the
+    classifier are no part of omega. Raises ValueError if global_gradient is not [Q], one number per weight in omega.
     """
     risk, gradient = risk_and_gradient(classifier, features(x), y, graph=True)
     if global_gradient.shape != gradient.shape:
@@ -108,13 +110,13 @@ def client_gradient(model, batches, autocast):
 
 
 def client_update(model, w, batches, optimizer, autocast, global_gradient, gamma):
-    """Lines 6 to 12 for one client: trains `model`, starting from w [P]. Yields each batch's loss to the trainer."""
+    """Lines 6 to 12 for one client: trains `model` from w [P] on. Yields each batch's loss to the trainer."""
     train.set_weights(model, w)  # line 6
     for x, y in batches:  # lines 7, 8
         with autocast():
             loss = fediir_loss(model.features, model.classifier, x, y, global_gradient, gamma)  # line 10
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # line 10
         optimizer.step()  # line 11
         yield loss
 
@@ -183,7 +185,7 @@ def own_flags(add) -> None:
 
 
 def leave_out(args, domain: str, folder: Path | None) -> tuple[Path, list[list]]:
-    """Leaves this domain out; trains FedIIR, then FedAvg. Returns the folder and the rows of the final table."""
+    """Leaves this domain out. Trains FedIIR and, with --compare, FedAvg. Returns the folder and the table's rows."""
     args = argparse.Namespace(**{**vars(args), "test_domain": domain})
     data, clients, model, trainer = flags.prepare(args)
     start, runs, rows, pictures = train.get_weights(model), {}, [], {}

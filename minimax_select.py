@@ -1,8 +1,9 @@
-"""Minimax selection: train the clients whose gradients are least similar to any other client's gradient.
+"""Minimax selection: train the clients whose gradients are far from every other client's gradient.
 
 Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating Clients (arXiv
-2310.07171), section IV-B1. The server keeps each participating client's latest g = w - w_i. In each round it computes
-each client's largest cosine similarity to any other client. It selects the K clients for which this number is smallest.
+2310.07171), section IV-B1. The server keeps each participating client's latest g = w - w_i, its gradient. In each round
+it computes each client's largest cosine similarity to any other client. It selects the K clients for which this number
+is smallest.
 
     Algorithm 2                                                          in the code
      1  before round 1 all participating clients train from w_0          main, at the start of round 1
@@ -20,18 +21,20 @@ largest_similarity. Its lines 10 to 16 take the clients with the smallest S*_i: 
 2 see convex_hull_select.py.
 
 Where the paper is silent or unclear
-1. K: the loop in Algorithm 1, `while |I| <= K`, ends with K + 1 clients. Equation 16 selects K. We follow it.
+1. K is --sample. The loop in Algorithm 1, `while |I| <= K`, ends with K + 1 clients. We follow equation 16, which
+   selects K.
 2. Equation 16 asks for the K clients with the smallest sum of S*_i. These are the K clients with the smallest S*_i.
 3. Ties go to the smaller client id.
 4. alpha_i: the theory uses 1/K, and the experiments do not say. The default is --weighting equal.
 5. Event-triggered uploads (section IV-B, "communication and computation cost"): with --event-threshold, a selected
-   client uploads nothing if ||new g - old g|| is less than this share of ||old g||. The server then uses the old g.
+   client uploads nothing if ||new g - old g|| is less than the threshold times ||old g||. The server then uses the old
+   g.
 6. Clients that leave and come back ("client churn"): --churn is the probability that a client is away in a round. A
    present client with no g in the table (or with a zero or non-finite one) trains from the current w and enters the
    table. It can be selected in the same round. S* is the maximum over the present clients. If fewer than K are
    present, all of them train.
 7. Noisy clients (figure 7): --label-noise with --trim, the trimmed mean. For each parameter it drops the int(trim K)
-   smallest and largest values, at least one of each. It has no weights.
+   smallest and largest values, at least one of each. The trimmed mean ignores --weighting.
 8. The models ("a CNN", "an RNN"): those of McMahan et al. and of LEAF. ResNet-18 has group norm. See common/models.py.
 9. ID: the paper has the local test sets of the selected clients. Ours are those of all participating clients: a fifth
    of each client's samples (of text a tenth), not used for training.
@@ -75,7 +78,7 @@ def maxsim_select(similarity: Tensor, k: int) -> Tensor:
 def minimax_clients(updates: Tensor, k: int) -> Tensor:
     """minimax_select for other projects: the k clients, from their updates [M, P].
 
-    An update is w before training minus w after, not weights.
+    An update is the weights before training minus the weights after it. Do not pass weights.
     Updates that are zero or not finite are never selected. Returns rows of `updates`, int64 [k], ascending, on the
     device of `updates`. Raises ValueError if `updates` is not a matrix, or has fewer than k usable rows.
     """
@@ -124,14 +127,16 @@ def main(argv: list[str] | None = None) -> None:
     table = server.GradientTable(**state["table"])
     for t in log.rounds(state, args.rounds):  # line 2
         present = server.present(clients.ids, args.churn, random_at(args.seed, "churn", t))
-        for newcomers in table.missing(present).split(args.sample):  # line 1: in round 1 all present clients
+        for newcomers in table.missing(present).split(args.sample):  # line 1: in round 1 all present clients, in parts
             joined, updates, _ = trainer.local_updates(
                 train.local_solver, model, state["w"], newcomers, clients.train, 0, needed=0
             )
             table.put(joined, updates)
         present = table.known(present)
         if not len(present):
-            raise UserError("no update can be used: lower --lr if they are not finite, raise --lr if they are zero")
+            raise UserError(
+                "all updates are zero or not finite: lower --lr if they are not finite, raise it if they are zero"
+            )
 
         selected = present[select(table.cosines(present).cpu(), args.sample)]  # line 4
         selected, updates, losses = trainer.local_updates(

@@ -25,29 +25,33 @@ codewords, and a classifier reads these codewords. A silo is a client.
     20          theta <- sum of n_k / n theta_k                          average, average_codewords
     22      e_k = -sum p log p, the uncertainty (equation 6)             evaluate, client_evaluation, predictive_entropy
     23      reduce the number of rounds                                  federate
-    24  until e_k <= (1 + gamma) min_j e_j for all k (equation 7)        federate, or after --iterations
+    24  until e_k <= (1 + gamma) min_j e_j for all k (equation 7)        federate
 
 Where the paper is silent or unclear
  1. In the listing, lines 8 to 10 stand in the loop over rounds. Sections 3.1 and 3.2 add codewords once per iteration.
-    We follow the sections: the codewords for the next iteration are added when an iteration ends.
+    We follow the sections: an iteration (lines 4 to 24) ends with the codewords for the next one. There are at most
+    --iterations. All clients train in each round, unless --sample says otherwise.
  2. New codewords belong to one client (section 3.1: "exclusively accessible to the corresponding heterogeneous
     clients"). Line 10 adds v, while tables 11, 14 and 16 double v_k. We follow line 10.
  3. Line 20 for codewords (section 3.2): each is averaged over the clients that may use it, with weights n_k.
  4. e_k is the mean entropy over the client's held-out samples, without their labels. If the data set has a test set,
-    each client holds out a part of it. mA, mE and mP are means over clients of accuracy, e_k and perplexity, which is
-    exp(entropy) of the frequencies of the codewords. Accuracy is measured on the mean probabilities of all passes.
+    each client holds out a part of it. mA, mE and mP are means over clients of accuracy, e_k and perplexity. The
+    perplexity is exp(entropy) of how often each codeword is used. Accuracy is measured on the mean probabilities of all
+    passes.
  5. The Gaussian that initialises the codewords is the standard one. After ReLUs, tokens point in similar directions,
     and few codewords are used. So a layer norm without parameters follows the encoder, in FedAvg too. The paper does
     not have it; --no-token-norm removes it from both. See results/uefl.
- 6. Line 15: --beta 1 on the second term and --commitment 0.25 on the first, both as means, as in the authors' code.
+ 6. Line 15: the first term has the weight --commitment 0.25, the second --beta 1. Both are means over all numbers, as
+    in the authors' code.
  7. Dropout (section 3.4) stands before each linear layer of the classifier. So the encoder runs once for all passes.
  8. Samples of a domain that is left out (--test-domain) may use all codewords.
  9. Adam, learning rate, batch size and local epochs are those of the authors' code. 40 rounds in the first iteration,
-    then 20 in each (section 4 and appendix H, for CIFAR-10). The paper's VGG16 and ResNet-18 are --pretrained.
+    then 20 in each (section 4 and appendix H, for CIFAR-10). The paper's VGG16 and ResNet-18 are pretrained
+    (--pretrained).
 
-Where the authors' code differs: codebooks are never averaged; other parameters have equal weights 1/K; the threshold
-uses the mean uncertainty, and does not change after iteration 1; the second dropout comes after the last layer; dropout
-is off in the evaluation, so all 20 passes are equal.
+Where the authors' code differs: Codebooks are never averaged. Other parameters have equal weights 1/K. The threshold
+uses the mean uncertainty, and does not change after iteration 1. The second dropout comes after the last layer. Dropout
+is off in the evaluation, so all 20 passes give the same result.
 
     python uefl.py
     python uefl.py --dataset cifar10 --pretrained
@@ -73,7 +77,7 @@ from common import UserError, flags, plots, random_at, run, splits, train
 class ExtensibleCodebook(nn.Module):
     """Replaces each segment of a token by the nearest codeword that the client may use (sections 3.2 and 3.3).
 
-    size        v, codewords at the start; with 0, the output is the tokens
+    size        v, codewords at the start; with 0, tokens are returned unchanged
     dim         d, channels of a token, divisible by segments
     segments    s, parts of a token; each part is replaced by a codeword
     commitment  weight of ||sg(c) - z||^2, which pulls tokens to codewords
@@ -121,7 +125,7 @@ class ExtensibleCodebook(nn.Module):
         """Adds codewords [v, d / s]. The parameter stays the same object, so that an optimizer still knows it."""
         self.codewords.data = torch.cat([self.codewords, codewords.to(self.codewords)])
 
-    def _load_from_state_dict(self, state_dict, prefix, *args):  # a codebook that has grown loads into a new one
+    def _load_from_state_dict(self, state_dict, prefix, *args):  # so that a new codebook can load a grown one
         self.codewords.data = torch.empty_like(state_dict[f"{prefix}codewords"])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -144,10 +148,10 @@ def uncertain(entropies: Tensor, gamma: float) -> Tensor:
 
 
 def average_codewords(before: Tensor, codewords: Tensor, sizes: Tensor, allowed: Tensor) -> Tensor:
-    """Line 20 for codewords: [V, d]. Each one is averaged over the clients that may use it, with weights n_k.
+    """Line 20 for codewords: [V, d / s]. Each one is averaged over the clients that may use it, with weights n_k.
 
-    before     the server's codewords [V, d]; a codeword that none of these clients may use does not change
-    codewords  the clients' codewords after training [K, V, d]
+    before     the server's codewords [V, d / s]; a codeword that none of these clients may use does not change
+    codewords  the clients' codewords after training [K, V, d / s]
     sizes      n_k [K]
     allowed    bool [K, V], true if client k may use codeword v
     """
@@ -203,7 +207,7 @@ class Ensemble(nn.Module):
 
 
 def client_update(model, w, batches, optimizer, autocast, allowed):
-    """Lines 6 to 17 for one client: trains `model`, starting from w [P]. Yields each batch's loss to the trainer."""
+    """Lines 6 and 12 to 17 for one client: trains `model` from w [P] on, and yields each batch's loss to the trainer."""
     train.set_weights(model, w)  # line 6
     members = len(model.members)  # 1; more in an ensemble, where the loss is the sum of the members' losses
     for x, y in batches:
@@ -220,9 +224,10 @@ def client_update(model, w, batches, optimizer, autocast, allowed):
 
 @torch.no_grad()
 def client_evaluation(model, batches, autocast, allowed, passes):
-    """Line 22 for one client. Returns its uncertainty e_k, and for the record its accuracy and codebook perplexity.
+    """Line 22 for one client. Returns its uncertainty e_k and, for the log, accuracy and codebook perplexity.
 
-    e_k is the mean entropy of its samples over `passes` passes with dropout. An ensemble has one pass per member.
+    e_k: average the class probabilities over `passes` passes with dropout, take the entropy, average over samples. In
+    an ensemble, the members take the place of the passes.
     """
     for layer in (layer for layer in model.modules() if isinstance(layer, nn.Dropout)):
         layer.train()
@@ -275,7 +280,7 @@ def average(model: nn.Module, w: Tensor, updates: Tensor, sizes: Tensor, allowed
 
 @torch.no_grad()
 def extend(model: nn.Module, state: dict, clients: Tensor, codewords: Tensor) -> None:
-    """Adds the new codewords [n, members, v, d / s] of these clients [n]. Only this client may use them."""
+    """Adds the new codewords [n, members, v, d / s] of these clients [n]. Each may be used by its own client only."""
     train.set_weights(model, state["w"])
     for m, member in enumerate(model.members):
         member.codebook.extend(codewords[:, m].flatten(0, 1))  # line 9
@@ -293,7 +298,9 @@ def evaluate(
 ) -> tuple[Tensor, dict]:
     """Line 22: the uncertainties e_k [K], and this round's measures for metrics.csv."""
     k, tests = clients.participating, clients.test[: clients.participating]
-    parts = [*tests, clients.ood] if len(clients.ood) else tests  # OOD samples count as one more client (item 8)
+    parts = (
+        [*tests, clients.ood] if len(clients.ood) else tests
+    )  # OOD samples are evaluated like one more client (item 8)
     allowed = F.pad(state["allowed"], (0, 0, 0, 1), value=True)
     found = trainer.map_clients(
         client_evaluation, model, state["w"], torch.arange(len(parts)), parts, state["round"],
@@ -315,7 +322,7 @@ def federate(args, trainer: train.Trainer, model: nn.Module, clients: splits.Cli
         "w": train.get_weights(model), "iteration": 0, "uncertainty": torch.zeros(len(ids)),  # line 3
         "allowed": torch.ones(len(ids), v, dtype=torch.bool, device=trainer.device),
     })  # fmt: skip
-    for codebook in (member.codebook for member in model.members):  # in a resumed run, the size that it had
+    for codebook in (member.codebook for member in model.members):  # a resumed run has grown codebooks
         codebook.extend(codebook.codewords.new_zeros(state["allowed"].shape[1] - v, codebook.codewords.shape[1]))
     ends = [args.rounds + i * args.later_rounds for i in range(iterations)]  # line 23: later iterations are shorter
 
@@ -337,7 +344,7 @@ def federate(args, trainer: train.Trainer, model: nn.Module, clients: splits.Cli
         rng = {k: random_at(args.seed, "codewords", state["round"], k) for k in new.tolist()}
         codewords = trainer.map_clients(
             client_codewords, model, state["w"], new, clients.train, each={"rng": rng}, size=v, kind=args.init
-        )
+        )  # line 9
         extend(model, state, new, codewords)
         state["iteration"] = iteration + 1
     log.finish(state, model, state["w"])
@@ -371,7 +378,12 @@ def own_flags(add) -> None:
         return args.ensemble > 1 and "the members of an --ensemble take the place of dropout"
 
     whole, number = flags.at_least(1), flags.at_least(0, float)
-    add("--codebook-size", type=flags.at_least(0), default=64, help="v, codewords at the start and to add; 0: FedAvg")
+    add(
+        "--codebook-size",
+        type=flags.at_least(0),
+        default=64,
+        help="v, codewords at the start and per extension; 0: FedAvg",
+    )
     add("--segments", plain, type=whole, default=1, help="s, parts of a token that each get a codeword")
     add("--gamma", type=number, default=0.1, help="equation 7: with a larger gamma, fewer clients get codewords")
     add("--iterations", plain, type=whole, default=5, help="maximum; 1 is the static codebook of table 16")
@@ -382,7 +394,7 @@ def own_flags(add) -> None:
     add("--token-norm", action=argparse.BooleanOptionalAction, default=True, help="layer norm after the encoder")
     add("--dropout", many, type=flags.at_least(0, float, 0.99), default=0.1, help="probability of both dropout layers")
     add("--passes", many, type=whole, default=20, help="passes with dropout")
-    add("--ensemble", type=whole, default=1, help="models of a deep ensemble (table 9); 1: dropout")
+    add("--ensemble", type=whole, default=1, help="models in a deep ensemble (table 9); 1: dropout")
     add(
         "--compare",
         plain,
@@ -397,7 +409,9 @@ def main(argv: list[str] | None = None) -> None:
     args.dropout, args.passes = (args.dropout, args.passes) if args.ensemble == 1 else (0.0, 1)
     data, clients, base, trainer = flags.prepare(args, dropout=args.dropout)  # line 1
     if args.ensemble == 1 and not any(isinstance(layer, nn.Dropout) for layer in base.classifier):
-        raise UserError(f"--model {args.model} has no dropout, so all passes agree: choose another, or --ensemble 5")
+        raise UserError(
+            f"--model {args.model} has no dropout, so all passes are equal: choose another, or --ensemble 5"
+        )
     bases = [flags.initial_model(args, data, trainer.device, m, dropout=args.dropout) for m in range(args.ensemble)]
     dim = base.features.eval()(trainer.batch(clients.train[0][:1].to(trainer.device))[0]).shape[1]
     if args.codebook_size and dim % args.segments:

@@ -3,8 +3,8 @@
     data = load("glyphs")      # drawn by the program, no download
     data.x[data.train]         # uint8 [12000, 1, 28, 28]
 
-All samples are in one pool. A client, a test set or a domain is a tensor of positions in this pool. So ten thousand
-clients need ten thousand small tensors and no copy of an image.
+All samples are in one pool. A client or a test set is a tensor of positions in this pool. So ten thousand clients need
+ten thousand small tensors and no copy of an image.
 """
 
 import glob
@@ -44,7 +44,7 @@ class Dataset:
     train    positions of the standard training samples, int64 [N_train]
     test     positions of the standard test samples; empty if the data set has no test set
     domain   int64 [N], indices into `domains`; None if the data set has no domains
-    gap      text: a window shares characters with so many windows before it; images: 0
+    gap      text: how many windows before a window share characters with it; images: 0
     """
 
     name: str
@@ -93,7 +93,9 @@ def load(
     elif "/" in name:
         raise UserError(f"--dataset {name}: there is no such folder or file")
     else:
-        raise UserError(f"no data set {name!r}: choose from {', '.join(NAMES)}, or give the path of a folder of images")
+        raise UserError(
+            f"no data set {name!r}: choose from {', '.join(NAMES)}, or give the path of a folder or a text file"
+        )
     return rotated(data, rotate, seed) if rotate else data
 
 
@@ -219,7 +221,7 @@ def _decode(files: list[Path], image_size: int) -> Tensor:
         try:
             with Image.open(file) as image:
                 image = ImageOps.exif_transpose(image)  # photographs say which side is up
-                if image.mode.startswith(("I", "F")):  # 16 or 32 bits: 0..65535, or the image's own range
+                if image.mode.startswith(("I", "F")):  # 16 or 32 bits: scaled from 0..65535, or from 0..the maximum
                     values = np.asarray(image, dtype=np.float64)
                     high = 65535 if values.min() >= 0 and 255 < values.max() <= 65535 else max(values.max(), 1e-9)
                     image = Image.fromarray((255 * values.clip(0) / high).round().astype(np.uint8))

@@ -79,7 +79,7 @@ def _shared_flags(group: Callable) -> None:
         help="concentration of the label skew; a smaller one gives more skew")  # fmt: skip
     add("--clients", type=at_least(1), help="N, all clients (default: 100; with --partition domain, one per domain)",
         idle_if=lambda a: a.partition == "silos" and "--silos says how many there are")  # fmt: skip
-    add("--participating", type=at_least(1), help="M, clients that may train (default: 40 percent, or all domains)",
+    add("--participating", type=at_least(1), help="M, clients that may train (default: 40 percent; all with domain)",
         idle_if=lambda a: a.partition == "silos" and "all silos participate")  # fmt: skip
     add(
         "--sample",
@@ -89,7 +89,7 @@ def _shared_flags(group: Callable) -> None:
     add("--silos", type=at_least(0), nargs="+", metavar="N", idle_if=only_for("silos"), help="silos of each domain")
     add("--silo-size", type=at_least(1), default=2000, idle_if=only_for("silos"), help="training samples of each silo")
     add("--label-noise", type=at_least(0, float, 1), nargs=2, metavar=("CLIENTS", "FLIPS"),
-        help="probability that a client is noisy, and that a training label of it is then wrong")  # fmt: skip
+        help="probability that a client is noisy, and that a training label of a noisy client is wrong")  # fmt: skip
 
     add = group("model and training")
     add("--model", default="cnn", help=", ".join(models.NAMES))
@@ -126,9 +126,9 @@ def parse(
     doc        the method file's docstring; its first line heads the help
     settings   data set -> its defaults; "folder" stands for every folder of images
     own_flags  called with a function `add` that adds the method's own flags. It takes what argparse's add_argument
-               takes, and `idle_if`: a function of all flags that returns the reason why this flag has no effect next
-               to the others, else something false
-    idle_if    the same for shared flags that may have no effect in this method, by their names
+               takes, and `idle_if`, a function of all flags. If the others make this flag useless, it returns the
+               reason, else something false
+    idle_if    shared flag -> such a function, for shared flags that this method may not use
 
     Raises UserError for flags that do not make sense, or have no effect.
     """
@@ -166,7 +166,7 @@ def parse(
     if defaults.get("partition") == "silos" and known.partition in ("dirichlet", "iid"):
         defaults = {**defaults, "rotate": None}  # the rotations make the silos; label skew does not need them
     if empty := [flag for flag, value in saved.items() if value is None and parser.get_default(flag) is not None]:
-        raise UserError(f"--resume {known.resume}: args.json is damaged, it has no value for --{empty[0]}")
+        raise UserError(f"--resume {known.resume}: args.json is damaged, it has no value for {empty[0]}")
     parser.set_defaults(**{**defaults, "partition": None, **saved})
     args = parser.parse_args(argv)
     for flag, value in saved.items():

@@ -21,7 +21,7 @@ FONTS = {  # family -> faces; all of them come with matplotlib
 def glyphs(n_train: int = 12_000, n_test: int = 2_000, seed: int = 0) -> dict:
     """The ten digits in the fonts that matplotlib ships, 28x28, grey; the font family is the domain.
 
-    Face, digit, size, position, slant, stroke, ink and noise are drawn anew for each sample. A `cnn` trained on all
+    Face, digit, size, position, slant, stroke, ink and noise are random for each sample. A `cnn` trained on all
     samples together still misclassifies a few percent. The same seed gives the same bytes.
     """
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"

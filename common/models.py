@@ -35,7 +35,7 @@ def build(
     """The model called `name` for samples of `shape`: (channels, height, width), or (length,) for text.
 
     width       multiplies the channels of the models defined here (not of torchvision's), rounded to multiples of 8
-    dropout     probability of the dropout layers: one before each of a classifier's two linear layers
+    dropout     probability of the dropout layers before both linear layers of a classifier with a hidden layer
     pretrained  for torchvision's: "imagenet" (downloaded on first use), or a file with such weights. Batch norm then
                 uses its stored statistics. Without pretrained weights, group norm replaces batch norm, because its
                 result does not depend on the other samples in a batch
@@ -86,7 +86,7 @@ def head(size: int, hidden: int | None, classes: int, activation: nn.Module, dro
 
 
 def _cnn(channels: int, scaled) -> nn.Sequential:
-    """McMahan et al. 2017: two 5x5 convolutions, each with 2x2 pooling; linear 512 and linear make its classifier.
+    """McMahan et al. 2017: two 5x5 convolutions, each with 2x2 pooling. Its classifier has 512 hidden units.
 
     Pooling before ReLU is the same function, with a quarter of the work for ReLU.
     """
@@ -128,14 +128,14 @@ class ResidualBlock(nn.Module):
 
 
 class GroupNorm(nn.GroupNorm):
-    """Group norm in float32. Autocast does this on a GPU, but not on a CPU, where bfloat16 is also slower."""
+    """Group norm in float32, as autocast has it on a GPU. On a CPU it would use bfloat16, which is slower here."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.float())
 
 
 class CharRNN(nn.Module):
-    """LEAF's model for Shakespeare: an embedding of 8, two LSTM layers, and their state after the last character."""
+    """LEAF's model for Shakespeare: an embedding of 8, two LSTM layers, and the output after the last character."""
 
     def __init__(self, characters: int, units: int):
         super().__init__()
@@ -162,7 +162,7 @@ class ImageNetScale(nn.Module):
         self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ((x + 1) / 2 - self.mean) / self.std  # broadcasting gives a grey image three equal channels
+        return ((x + 1) / 2 - self.mean) / self.std  # broadcasting makes three channels of a grey image
 
 
 def _group_norm(channels: int) -> GroupNorm:
@@ -198,7 +198,7 @@ def _load_imagenet(net: nn.Module, name: str, source: str) -> None:
         else:
             state = torch.load(source, weights_only=True)
         net.load_state_dict(state)
-    except Exception as e:  # from URLError to UnpicklingError, whose text tells users to load it unsafely
+    except Exception as e:  # many types; UnpicklingError's text advises an unsafe load, so it is left out
         raise UserError(
             f"--pretrained: the weights of {name} cannot be loaded from {source} ({type(e).__name__}): with no network,"
             f" download {weights.url} elsewhere and give the file's path"

@@ -53,8 +53,8 @@ def curves(
                 for c, column in enumerate(columns):
                     points = [(row["round"], row[column]) for row in rows if row.get(column) is not None]
                     what = [column.replace("_accuracy", "").upper()] if len(columns) > 1 else []
-                    colour = COLOURS[r if len(runs) > 1 else c]
-                    line = LINES[c if len(columns) > 1 else r]
+                    colour = COLOURS[(r if len(runs) > 1 else c) % len(COLOURS)]
+                    line = LINES[(c if len(columns) > 1 else r) % len(LINES)]
                     if points:
                         name = " ".join([label] * (len(runs) > 1 or not what) + what)
                         axes.plot(*zip(*points, strict=True), color=colour, ls=line, label=name)
@@ -139,7 +139,7 @@ def similarity(file: Path, cosines: Tensor, rows: Rows) -> None:
 
 
 def _frames(rows: Rows) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Round -> clients [n] and their points [n, 2], turned so that each client stays near its last place."""
+    """Round -> clients [n] and their points [n, 2], turned so that clients stay near their last places."""
     frames, before = {}, None
     for row in rows:
         clients, points = np.array(row["present"]), np.array(row["points"]).reshape(-1, 2)
@@ -199,7 +199,7 @@ def hull_animation(file: Path, rows: Rows, dim: int) -> None:
 def alignment(file: Path, cosines: Mapping[str, Tensor], domains: Sequence[str]) -> None:
     """FedIIR: cosines between the classifier gradients of clients, one panel per entry: title -> [M, M].
 
-    domains  per client the domain of its data; clients of a domain stand side by side
+    domains  the domain of each client, with the clients of one domain next to each other
     """
     starts = [i for i, domain in enumerate(domains) if i == 0 or domain != domains[i - 1]]
     with drawn(file, 2.9 * len(cosines) + 0.9, 3.2) as figure:
@@ -233,7 +233,7 @@ def uncertainties(file: Path, rows: Rows, domains: Sequence[str], gamma: float) 
 
     rows     of metrics.csv
     domains  per client the domain of its data
-    gamma    a client gets more codewords if its uncertainty is above 1 + gamma times the smallest one
+    gamma    a client gets more codewords if its uncertainty is above (1 + gamma) times the smallest one
     """
     ends = _iteration_ends(rows)
     if len(ends) < 2:

@@ -31,7 +31,7 @@ class Run:
     """The folder of a run (args.json, metrics.csv, checkpoint.pt, model.pt, pictures) and its progress bar.
 
     columns  the method's own columns of metrics.csv
-    folder   the run's folder; by default args.out, else a new folder under runs/
+    folder   the run's folder; by default --resume, else --out, else a new folder under runs/
     name     what tables, pictures and the progress bar call this run; by default the method file's name
 
     rows     what metrics.csv holds, with numbers as numbers and lists as lists
@@ -79,6 +79,7 @@ class Run:
             shape = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
             self.bar = tqdm(total=at_most or until, initial=state["round"], bar_format=shape,
                             mininterval=0.2 if sys.stderr.isatty() else 60, disable=ranks.RANK > 0)  # fmt: skip
+            _bars.append(self.bar)
         for t in range(state["round"] + 1, until + 1):
             self.t, self.until, self.trainer.progress = t, until, self._tick
             self.bar.set_description(f"{self.name} round {t}/{at_most or until}", refresh=False)
@@ -143,7 +144,9 @@ class Run:
         try:
             found = torch.load(file, weights_only=True, map_location=self.trainer.device)
             version, complete = found["version"], {*self.about, "rows", "state"} <= found.keys()
-        except Exception as e:  # from EOFError to UnpicklingError, whose text tells users to load it unsafely
+        except OSError:
+            raise
+        except Exception as e:  # many types; UnpicklingError's text advises an unsafe load, so it is left out
             raise UserError(f"{file} cannot be read as a checkpoint: it is damaged; start a new run") from e
         if version != VERSION or not complete:
             raise UserError(f"{file} was written by another version of this project: start a new run")
@@ -182,6 +185,7 @@ class Run:
 
 
 _opened: list[Path] = []  # the folders of this program's runs; --resume takes the first one
+_bars: list[tqdm] = []
 
 
 def open_folder(args: argparse.Namespace, folder: Path | None = None, name: str = "") -> Path:
@@ -240,7 +244,7 @@ def _cell(value) -> str:
 
 
 def table(title: str, header: list[str], rows: list[list]) -> None:
-    """Prints a table, with numbers to four digits."""
+    """Prints a table, with four decimals."""
     cells = [header, *([f"{c:.4f}" if isinstance(c, float) else "" if c is None else str(c) for c in r] for r in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     print(f"\n{title}")
@@ -252,9 +256,11 @@ def launch(main: Callable[[], None]) -> None:
     """Runs a method from the command line. Exit codes: 2 is a user's mistake, 130 is Ctrl-C, and 1 is an error of the
     operating system, such as a full disk.
 
-    Each of these is one line on stderr. Of several ranks, the others print only an error that they alone have met.
+    Each of these is one line on stderr. A rank other than the first prints an error only if no other rank has ended the
+    run.
     """
     _opened.clear()
+    _bars.clear()
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (closed by the user)
     try:
         with redirect_stdout(open(os.devnull, "w") if ranks.RANK > 0 else sys.stdout):
@@ -279,5 +285,7 @@ def launch(main: Callable[[], None]) -> None:
         raise
     if ranks.RANK > 0:
         time.sleep(3)  # as above
+    for bar in _bars:  # ends their line
+        bar.close()
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.exit(code)

@@ -1,6 +1,6 @@
 """What a server does with uploads in both of Wu et al.'s selections: the gradient table, churn, weights and averages.
 
-`GradientTable` and `trimmed_mean` need only torch and can be copied alone.
+`GradientTable` (with `sketch`) and `trimmed_mean` need only torch and numpy, and can be copied alone.
 """
 
 from dataclasses import dataclass
@@ -50,13 +50,14 @@ class GradientTable:
     def put(self, ids: Tensor, updates: Tensor, threshold: float = 0.0) -> Tensor:
         """Stores the updates [K, P] of these clients, int64 [K]. Returns the updates that the server then uses [K, P].
 
-        With a threshold, a client uploads only if its update changed by at least this share of the last one's norm.
-        Otherwise the server uses the last one again. A table of sketches cannot do that. Computes the products of the
-        new rows only, which takes K M P multiplications.
+        With a threshold, a client uploads only if |new - old| >= threshold |old|. Otherwise the server uses the old
+        update again, which a table of sketches does not have. Computes the products of the new rows only, which takes
+        K M P multiplications.
         Raises ValueError for a wrong shape.
         """
         size = self.updates.shape[1]
-        if updates.dim() != 2 or len(updates) != len(ids) or updates.shape[1] < size:
+        too_wide = threshold and updates.dim() == 2 and updates.shape[1] > size
+        if updates.dim() != 2 or len(updates) != len(ids) or updates.shape[1] < size or too_wide:
             raise ValueError(f"{tuple(updates.shape)} updates of {len(ids)} clients do not fit a table of size {size}")
         ids = ids.to(self.updates.device)
         if threshold:
@@ -111,7 +112,7 @@ def aggregate(updates: Tensor, weights: Tensor, trim: float) -> Tensor:
 
 
 def base_weights(weighting: str, data: Dataset, clients: Clients) -> Tensor:
-    """Every client's weight [N] before the division by the selected clients' sum.
+    """Every client's weight [N]. aggregate() divides the weights of the selected clients by their sum.
 
     "size" gives n_k, "equal" 1, and "entropy" exp(H_k), the entropy of the labels in nats (Wu et al., equation 14).
     """
@@ -131,12 +132,12 @@ def present(ids: Tensor, churn: float, rng: np.random.Generator) -> Tensor:
 
 def table_flags(add) -> None:
     """The flags of a method with a gradient table."""
-    add("--weighting", choices=["equal", "size", "entropy"], default="equal", help="aggregation weights (line 9)",
+    add("--weighting", choices=["equal", "size", "entropy"], default="equal", help="aggregation weights alpha_i",
         idle_if=lambda a: a.trim and "the trimmed mean has no weights")  # fmt: skip
     add("--trim", type=flags.at_least(0, float, 0.49), default=0.0, help="trimmed mean: share removed at each end")
     add("--churn", type=flags.at_least(0, float, 0.99), default=0.0, help="probability that a client is away")
     add("--event-threshold", type=flags.at_least(0, float), default=0.0,
-        help="a client uploads only if its update changed by at least this share",
+        help="a client uploads only if its update changed by at least this share of the old norm",
         idle_if=lambda a: a.sketch and "a --sketch does not keep old updates")  # fmt: skip
     add("--sketch", type=flags.at_least(0), default=0, metavar="N",
         help="numbers kept of each update; 0 keeps all of it")  # fmt: skip

@@ -1,6 +1,6 @@
 """Which client holds which samples. Labels or domains -> clients, each a tensor of positions in the pool of samples.
 
-The result of every function depends only on its arguments. One of them is `rng`, a numpy generator.
+The result of every function depends only on its arguments. `rng` is a numpy generator.
 """
 
 import heapq
@@ -22,7 +22,7 @@ class Clients:
     """All N clients. The first M of them participate; the others never train.
 
     train, test    for each client its positions in the pool, int64; local training never sees `test`
-    participating  M; the participating clients have the ids 0 .. M-1, so that an id is a row of every table
+    participating  M; the participating clients have the ids 0 .. M-1, so an id is also the row in every table
     ood            int64: OOD samples, which are the standard test set or the domain left out; may be empty
     domains        for each client the domain of its data; empty strings if clients mix domains
     """
@@ -102,7 +102,7 @@ def by_domain(domain: Tensor, clients: int, rng: np.random.Generator) -> list[Te
     """
     values, sizes = domain.unique(return_counts=True)
     if clients < len(values):
-        raise UserError(f"--clients {clients} is fewer than the {len(values)} domains that train")
+        raise UserError(f"--clients {clients} is fewer than the {len(values)} domains in the training data")
     count = np.ones(len(values), dtype=int)
     for _ in range(clients - len(values)):
         count[np.argmax(sizes.numpy() / count)] += 1
@@ -151,7 +151,7 @@ def hold_out(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Divides each client's samples into training and test samples. `share` of them are for testing, at least one.
 
-    gap  0: the test samples are random. Else they are the last ones, and so many samples before them are left out
+    gap  0: the test samples are random. Above 0: they are the last ones, and `gap` samples before them are left out
     """
     train, test = [], []
     for samples in clients:
@@ -255,7 +255,7 @@ def deal(
     everyone = len(train) if partition in ("domain", "silos") else max(1, round(0.4 * len(train)))
     m = participating or everyone
     if m > len(train):
-        raise UserError(f"{m} of {len(train)} clients cannot participate: lower --participating, or raise --clients")
+        raise UserError(f"--participating {m} is more than the {len(train)} clients: lower it, or raise --clients")
     chosen = draw(torch.arange(len(train)), m, random_at(seed, "participate")).tolist()
     order = chosen + sorted(set(range(len(train))) - set(chosen))  # the participating clients first
     return Clients([train[k] for k in order], [test[k] for k in order], m, ood, [domains[k] for k in order])

@@ -1,4 +1,4 @@
-"""Runs the clients of a round and evaluates models: devices, precision, order, and the ranks of torchrun.
+"""Runs the clients of a round and evaluates models, on one device or on several ranks.
 
 A method says what a client does, in a function `client_update`. The trainer says where, in which order and in which
 precision it runs.
@@ -47,7 +47,7 @@ def keep_freed_memory() -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of this name. `auto` is a GPU if there is one; each rank takes its own GPU.
+    """The device of this name. `auto` is a GPU if there is one. With `auto` or `cuda`, each rank takes its own GPU.
 
     Raises UserError if the device does not exist.
     """
@@ -152,9 +152,9 @@ class Trainer:
         each           name -> one value per client id; client_update gets that client's value as a keyword argument
         shared         keyword arguments of client_update that are the same for all clients
 
-        Returns three tensors: the ids of the clients with a usable upload, int64 [K]; their G [K, P], row i = w - w_i;
-        their mean training losses [K]. The last two are on the device. A client with an upload or a loss that is not
-        finite is left out. Raises UserError if fewer than `needed` clients are left.
+        A client with an upload or a loss that is not finite is left out. Returns three tensors for the others: their
+        ids, int64 [K']; their G [K', P], row i = w - w_i; their mean training losses [K']. The last two are on the
+        device. Raises UserError if fewer than `needed` clients are left.
         """
         ids = clients.tolist()
         updates, losses = torch.zeros(len(ids), len(w), device=self.device), torch.zeros(len(ids), device=self.device)

@@ -203,7 +203,7 @@ def shell(command, folder):
 
 def test_a_closed_or_redirected_stderr(tmp_path):
     draw_images(tmp_path / "pets")
-    call = f"{sys.executable} {ROOT / 'fedavg.py'} {TINY} --rounds 9 --dataset pets"
+    call = f"{sys.executable} {ROOT / 'fedavg.py'} {TINY} --dataset pets"
     assert shell(f"{call} --out closed 2>&-", tmp_path).returncode == 0 and (tmp_path / "closed/model.pt").exists()
     assert shell(f"{call} --out file 2>log.txt", tmp_path).returncode == 0
     bars = re.findall(r"\d+%\|", (tmp_path / "log.txt").read_text())

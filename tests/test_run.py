@@ -89,7 +89,7 @@ MISTAKES = [
     (fedavg, "--rounds many", "'many' is not a whole number"),
     (fedavg, "--lr nan", "--lr: nan is out of range"),
     (fedavg, "--roudns 3", "--roudns"),
-    (fedavg, "--clients 40 --participating 50", "50 of 40 clients cannot participate"),
+    (fedavg, "--clients 40 --participating 50", "--participating 50 is more than the 40 clients"),
     (fedavg, "--participating 40 --sample 50", "--sample 50: only 40 clients participate"),
     (fedavg, "--clients 5000", "lower --clients"),
     (fedavg, "--test-domain gothic", "no domain 'gothic' in glyphs: give one of sans, serif"),

@@ -169,7 +169,7 @@ def test_the_participating_clients_come_first_and_are_those_of_the_draw(tiny, pa
 
 
 def test_more_participating_clients_than_clients_are_refused(tiny):
-    with pytest.raises(UserError, match="41 of 40"):
+    with pytest.raises(UserError, match="--participating 41 is more than the 40 clients"):
         deal(tiny, 0, "iid", clients=40, participating=41)
 
 
