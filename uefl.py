@@ -207,7 +207,7 @@ class Ensemble(nn.Module):
 
 
 def client_update(model, w, batches, optimizer, autocast, allowed):
-    """Lines 6 and 12 to 17 for one client: trains `model` from w [P] on, and yields each batch's loss to the trainer."""
+    """Lines 6 and 12 to 17 for one client: trains `model` from w [P] on. Yields each batch's loss."""
     train.set_weights(model, w)  # line 6
     members = len(model.members)  # 1; more in an ensemble, where the loss is the sum of the members' losses
     for x, y in batches:

@@ -4,7 +4,7 @@ The Flower examples need `pip install "flwr[simulation]"`. Without it, their tes
 """
 
 import ast
-import builtins
+import dis
 import itertools
 import logging
 import os
@@ -39,8 +39,7 @@ def piece(file, name):
 
 def rows(text):
     """Piece -> (names to copy, import lines) from each row of a table with these columns."""
-    header, *lines = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    header = [cell.strip() for cell in header]
+    header, *lines = [re.split(r" *\| *", line)[1:-1] for line in text.splitlines() if line.startswith("|")]
     copy_with, imports = header.index("copy with it"), header.index("import lines")
     found = {}
     for cells in lines[1:]:
@@ -55,12 +54,17 @@ FILE_OF = {
 }
 
 
+def imports_of(name):
+    """The import lines in the row of this piece, or in the row of the piece that needs it."""
+    return PIECES.get(name, next(row for row in PIECES.values() if name in row[0]))[1]
+
+
 def with_pieces(block):
     """The block as a whole file: the import lines of the table, the pieces that its first lines name, the block."""
     needed = re.findall(r"^# copy from (\S+): (.+)$", block, re.M)
     assert block.startswith("# copy from")
     names = [(file, name) for file, names in needed for name in names.split(", ")]
-    imports = {line for _, name in names for line in PIECES.get(name, ([], []))[1]}
+    imports = set().union(*(imports_of(name) for _, name in names))
     return "\n".join(sorted(imports)) + "\n\n\n" + "".join(piece(*name) for name in names) + block
 
 
@@ -70,11 +74,17 @@ def executed(block):
     return SimpleNamespace(**space), space
 
 
+def defined_in(file):
+    """The names that a file imports or defines."""
+    nodes = ast.parse((ROOT / file).read_text()).body
+    aliases = [a for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for a in node.names]
+    return {a.asname or a.name.split(".")[0] for a in aliases} | {getattr(node, "name", None) for node in nodes}
+
+
 def globals_of(code):
-    """The names that a code object and those inside of it look up."""
-    inner = [c for c in code.co_consts if isinstance(c, CodeType)]
-    attributes = set(code.co_names)
-    return attributes.union(*map(globals_of, inner))
+    """The global names that a code object and those inside of it look up."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return names.union(*(globals_of(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 @pytest.mark.parametrize("table", [DOC, README], ids=["docs", "README"])
@@ -83,13 +93,11 @@ def test_the_import_lines_are_what_the_pieces_need(table):
     assert len(table) >= 7
     for names, imports in table.values():
         sources = [piece(FILE_OF[name], name) for name in names]
-        space = {}
-        exec("\n".join(imports) + "\n\n\n" + "".join(sources), space)  # annotations and decorators are looked up here
+        space = {"__name__": "elsewhere"}
+        exec("\n".join(imports) + "\n\n\n" + "".join(sources), space)  # looks up annotations and decorators
         used = set().union(*(globals_of(compile(source, "piece", "exec")) for source in sources))
-        module = vars(__import__(FILE_OF[names[0]].removesuffix(".py").replace("/", "."), fromlist=["x"]))
-        missing = {name for name in used if name in module and name not in space and not hasattr(builtins, name)}
-        attributes = set(re.findall(r"\.(\w+)", "".join(sources)))
-        assert not missing - attributes, f"{names}: {missing} must be copied or imported"
+        missing = {name for name in used if name in defined_in(FILE_OF[names[0]]) and name not in space}
+        assert not missing, f"{names}: {missing} must be copied or imported"
         for line in imports:
             bound = line.split()[-1]
             assert re.search(rf"\b{bound}\b", "".join(sources)), f"{names} do not need {line!r}"
@@ -120,20 +128,21 @@ def test_the_example_without_a_framework_selects_as_equation_16_says(capsys):
     example, _ = executed(PLAIN)
     assert len(ast.literal_eval(capsys.readouterr().out)) == 5, "it prints the clients of five rounds"
 
-    rng = np.random.default_rng(0)
-    clients = [(rng.normal(size=(20, 4)) + i % 2, rng.integers(1 + i % 3, size=20)) for i in range(7)]
+    rng = np.random.default_rng(5)
+    clients = [(rng.normal(size=(20, 4)), rng.integers(3, size=20)) for _ in range(8)]
+    torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
     w = np.hstack([model.weight.detach().double(), model.bias.detach().double()[:, None]])
     table = np.stack([(w - softmax_regression(w, x, y, 3, 0.5)).ravel() for x, y in clients])
     expected = []
-    for _ in range(4):
+    for _ in range(8):
         expected.append(smallest_sum_of_largest_cosines(table, 3))
         for i in expected[-1]:
             table[i] = (w - softmax_regression(w, *clients[i], 3, 0.5)).ravel()
         w = w - table[expected[-1]].mean(0).reshape(w.shape)
 
     tensors = [(torch.tensor(x, dtype=torch.float32), torch.tensor(y)) for x, y in clients]
-    assert example.federate(model, tensors, 3, 4) == expected and len(set(map(tuple, expected))) > 1
+    assert example.federate(model, tensors, 3, 8) == expected and len(set(map(tuple, expected))) > 1
     after = torch.cat([model.weight, model.bias[:, None]], 1).detach().numpy()
     assert np.allclose(after, w, atol=1e-4)
 
@@ -174,16 +183,13 @@ class LocalGrid:
 
 @pytest.fixture
 def flower(caplog):
-    """Flower, ready to make messages in this process. Its log goes to caplog."""
+    """Flower, ready to make messages in this process. Returns its log."""
     global app
     app = pytest.importorskip("flwr.app", exc_type=ImportError)
     identity = pytest.importorskip("flwr.supercore.task_identity").TaskIdentity
     identity.task_id, identity.run_id, identity.node_id = 1, 1, 1
-    log = logging.getLogger("flwr")
-    log.addHandler(caplog.handler)
     caplog.set_level(logging.INFO, "flwr")
-    yield caplog
-    log.removeHandler(caplog.handler)
+    return caplog
 
 
 NODES = [10, 11, 12, 13, 14]
@@ -283,24 +289,30 @@ def test_the_selection_in_flower_selects_and_averages_as_by_hand(flower, setting
 
 
 def test_the_selection_in_flower_leaves_out_what_is_not_finite(flower):
+    """One of the two selected nodes sends NaN in round 3, and both do in round 4."""
     example, space = executed(SELECTION)
     grid = LocalGrid(example.client_app, NODES)
-    answer = grid.send_and_receive
+    strategy, answer, rows = example.UpdateSelection(k=2), grid.send_and_receive, []
 
-    def with_nan(messages, timeout=None):
-        replies = answer(messages)
-        for reply in replies:
-            if reply.metadata.src_node_id == 12 and "arrays" in reply.content:
-                reply.content["arrays"] = app.ArrayRecord(torch.nn.Linear(8, 3).apply(fill_with_nan).state_dict())
+    def answer_with_nan(messages, timeout=None):
+        replies, t = answer(messages), len(grid.exchanges) // 2 + 1
+        if grid.exchanges[-1].kind == "train":
+            rows.append(strategy.table.updates.clone())
+            for reply in replies[: max(0, t - 2)]:
+                weights = {name: array.numpy() * np.nan for name, array in reply.content["arrays"].items()}
+                reply.content["arrays"] = app.ArrayRecord({n: app.Array(values) for n, values in weights.items()})
         return replies
 
-    def fill_with_nan(layer):
-        torch.nn.init.constant_(layer.weight, float("nan"))
-
-    grid.send_and_receive = with_nan
-    result, _ = start(space, example.UpdateSelection(k=2), grid, rounds=3)
-    assert np.isfinite(numpy_of(result.arrays)).all()
-    assert all(12 in exchange.sent for exchange in grid.exchanges if exchange.kind == "train"), "it tries again"
+    grid.send_and_receive = answer_with_nan
+    start(space, strategy, grid, rounds=5)
+    trained = [exchange for exchange in grid.exchanges if exchange.kind == "train"]
+    models = [numpy_of(exchange.content["arrays"]) for exchange in trained]
+    first, second = trained[2].sent
+    assert trained[3].sent == [first, second]
+    assert np.allclose(models[3], numpy_of(trained[2].answers[second]["arrays"])), "only the finite one counts"
+    changed = (rows[3] != rows[2]).any(1)
+    assert changed.nonzero().flatten().tolist() == [strategy.row_of[second]], "the first one keeps its old row"
+    assert np.array_equal(models[4], models[3]) and torch.equal(rows[4], rows[3]), "nothing finite, nothing changes"
 
 
 def test_fediir_in_flower_is_algorithm_1_by_hand(flower):
@@ -332,6 +344,7 @@ def test_fediir_in_flower_is_algorithm_1_by_hand(flower):
         ends = []
         for node in (node for node in answered if (t, node) != (0, 14)):
             torch.manual_seed(node)
+            example.new_model()  # draws the same random numbers as the client
             x, y = uneven_samples(node - 10)
             v = {name: value.clone().requires_grad_() for name, value in w.items()}
             for batch in torch.randperm(len(y)).split(10):
