@@ -293,14 +293,10 @@ def extend(model: nn.Module, state: dict, clients: Tensor, codewords: Tensor) ->
 COLUMNS = ["iteration", "mA", "mE", "mP", "accuracies", "uncertainties", "codewords"]
 
 
-def evaluate(
-    args, trainer: train.Trainer, model: nn.Module, state: dict, clients: splits.Clients
-) -> tuple[Tensor, dict]:
+def evaluate(args, trainer: train.Trainer, model, state: dict, clients: splits.Clients) -> tuple[Tensor, dict]:
     """Line 22: the uncertainties e_k [K], and this round's measures for metrics.csv."""
     k, tests = clients.participating, clients.test[: clients.participating]
-    parts = (
-        [*tests, clients.ood] if len(clients.ood) else tests
-    )  # OOD samples are evaluated like one more client (item 8)
+    parts = [*tests, clients.ood] if len(clients.ood) else tests  # OOD: like one more client (item 8)
     allowed = F.pad(state["allowed"], (0, 0, 0, 1), value=True)
     found = trainer.map_clients(
         client_evaluation, model, state["w"], torch.arange(len(parts)), parts, state["round"],
