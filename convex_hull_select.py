@@ -83,7 +83,7 @@ def principal_components(products: Tensor, dim: int, scale: bool = False) -> Ten
 def vertices_of(points: Tensor) -> Tensor:
     """The indices of the points [M, dim] that are vertices of their convex hull, by quickhull: int64, ascending."""
     if points.shape[1] == 0:
-        return torch.tensor([0])
+        return torch.arange(len(points))[:1]
     if points.shape[1] == 1:
         return torch.stack([points[:, 0].argmin(), points[:, 0].argmax()]).sort().values
     return torch.from_numpy(ConvexHull(points.numpy()).vertices.astype("int64")).sort().values

@@ -155,7 +155,7 @@ def average_codewords(before: Tensor, codewords: Tensor, sizes: Tensor, allowed:
     sizes      n_k [K]
     allowed    bool [K, V], true if client k may use codeword v
     """
-    weights = sizes[:, None] * allowed
+    weights = sizes.to(codewords)[:, None] * allowed
     total = weights.sum(0)[:, None]
     return torch.where(total > 0, torch.einsum("kv,kvd->vd", weights, codewords) / total, before)  # line 20
 

@@ -67,7 +67,8 @@ class GradientTable:
             self.uploads[ids[moved]] += 1
         else:
             self.uploads[ids] += 1
-        self.updates[ids] = updates if updates.shape[1] == size else sketch(updates, size)
+        kept = updates if updates.shape[1] == size else sketch(updates, size)
+        self.updates[ids] = kept.to(self.updates)
         new = torch.zeros(len(ids), len(self.updates), dtype=torch.float64, device=self.updates.device)
         for part in self.updates.split(2**11, dim=1):  # short float32 sums, added up in float64
             new += part[ids] @ part.T
