@@ -152,7 +152,9 @@ def main(argv: list[str] | None = None) -> None:
     plots.partition(log.folder / "partition.png", data, clients)
 
     w = train.get_weights(model)
-    table = server.GradientTable.empty(clients.participating, min(args.sketch or len(w), len(w)), trainer.device)
+    table = server.GradientTable.empty(
+        clients.participating, args.sketch or len(w), trainer.device, sketched=args.sketch > 0
+    )
     state = log.restore({"w": w, "table": vars(table)})
     table = server.GradientTable(**state["table"])
     for t in log.rounds(state, args.rounds):  # line 2

@@ -20,7 +20,7 @@ class GradientTable:
 
     An update is w before local training minus w after it. A client's id is its row.
 
-    updates   [M, P], or [M, S] with S < P: then the table keeps sketches of S numbers
+    updates   [M, P], float32; or sketches of them [M, S] if `sketched` is true
     products  inner products of the rows, float64 [M, M]
     uploads   how often each client has uploaded, int64 [M]
     """
@@ -28,14 +28,16 @@ class GradientTable:
     updates: Tensor
     products: Tensor
     uploads: Tensor
+    sketched: bool = False
 
     @classmethod
-    def empty(cls, clients: int, size: int, device: torch.device | str = "cpu") -> "GradientTable":
-        """A table for so many clients, with `size` numbers for each."""
+    def empty(cls, clients: int, size: int, device: torch.device | str = "cpu", sketched: bool = False):
+        """A table for this many clients, with `size` numbers for each."""
         return cls(
             torch.zeros(clients, size, device=device),
             torch.zeros(clients, clients, dtype=torch.float64, device=device),
             torch.zeros(clients, dtype=torch.long, device=device),
+            sketched,
         )
 
     def known(self, ids: Tensor) -> Tensor:
@@ -47,6 +49,7 @@ class GradientTable:
         """The clients among `ids`, int64 [n], without a usable update."""
         return ids[~torch.isin(ids, self.known(ids))]
 
+    @torch.no_grad()
     def put(self, ids: Tensor, updates: Tensor, threshold: float = 0.0) -> Tensor:
         """Stores the updates [K, P] of these clients, int64 [K]. Returns the updates that the server then uses [K, P].
 
@@ -56,8 +59,8 @@ class GradientTable:
         Raises ValueError for a wrong shape.
         """
         size = self.updates.shape[1]
-        too_wide = threshold and updates.dim() == 2 and updates.shape[1] > size
-        if updates.dim() != 2 or len(updates) != len(ids) or updates.shape[1] < size or too_wide:
+        fits = updates.dim() == 2 and len(updates) == len(ids) and (self.sketched or updates.shape[1] == size)
+        if not fits or (self.sketched and threshold):
             raise ValueError(f"{tuple(updates.shape)} updates of {len(ids)} clients do not fit a table of size {size}")
         ids = ids.to(self.updates.device)
         if threshold:
@@ -67,8 +70,7 @@ class GradientTable:
             self.uploads[ids[moved]] += 1
         else:
             self.uploads[ids] += 1
-        kept = updates if updates.shape[1] == size else sketch(updates, size)
-        self.updates[ids] = kept.to(self.updates)
+        self.updates[ids] = (sketch(updates, size) if self.sketched else updates).to(self.updates)
         new = torch.zeros(len(ids), len(self.updates), dtype=torch.float64, device=self.updates.device)
         for part in self.updates.split(2**11, dim=1):  # short float32 sums, added up in float64
             new += part[ids] @ part.T

@@ -206,16 +206,24 @@ def test_a_client_without_a_usable_gradient_is_not_compared_and_enters_again(rng
     assert torch.isfinite(table.cosines(everybody(table))).all()
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (3, 3), (3,)])
+@pytest.mark.parametrize("shape", [(2, 4), (3, 3), (3, 5), (3,)])
 def test_updates_that_do_not_fit_the_table_are_refused(shape):
     with pytest.raises(ValueError, match="do not fit a table of size 4"):
         GradientTable.empty(6, 4).put(torch.arange(3), torch.ones(shape))
 
 
+def test_the_table_keeps_no_graph_and_takes_other_precisions():
+    table = GradientTable.empty(2, 3)
+    for dtype in (torch.float64, torch.float16):
+        table.put(torch.arange(2), torch.ones(2, 3, dtype=dtype, requires_grad=True))
+        assert not table.updates.requires_grad and not table.products.requires_grad
+        assert table.updates.dtype == torch.float32 and table.products[0, 1] == 3
+
+
 def test_a_sketch_keeps_the_cosines(rng):
     common_part = rng.standard_normal(20_000)
     updates = torch.from_numpy(common_part + rng.standard_normal((6, 20_000))).float()
-    table = GradientTable.empty(6, 4096)
+    table = GradientTable.empty(6, 4096, sketched=True)
     for part in everybody(table).split(2):  # in parts, as clients enter in round 1
         table.put(part, updates[part])
     expected = cosines(updates)
