@@ -1,10 +1,12 @@
 import csv
 import functools
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import common.data
 import common.run
@@ -54,11 +56,26 @@ def trainer(tiny):
     return Trainer(tiny, torch.device("cpu"), seed=0, epochs=2, batch_size=16, lr=0.1)
 
 
+DRAWN = set()
+savefig = Figure.savefig
+
+
+def draw_each_picture_once(self, file, **options):
+    """Draws each picture of each method the first time only: most of a tiny run's time would go into pictures."""
+    picture = sys.argv[0], Path(file).name if isinstance(file, Path) else None
+    if picture in DRAWN and isinstance(file, Path):
+        file.write_bytes(b"drawn before")
+    else:
+        savefig(self, file, **options)
+    DRAWN.add(picture)
+
+
 @pytest.fixture
 def start(monkeypatch, tmp_path):
     """start(method, "--flag value ...") runs a method on the tiny data set in a temporary folder, which it returns."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(common.data, "load", lambda name, *args: make_tiny())
+    monkeypatch.setattr(Figure, "savefig", draw_each_picture_once)
 
     def run_method(method, flags):
         usual = [] if "--resume" in flags else ["--precision", "float32"]  # the same on every machine
