@@ -221,10 +221,11 @@ def _decode(files: list[Path], image_size: int) -> Tensor:
         try:
             with Image.open(file) as image:
                 image = ImageOps.exif_transpose(image)  # photographs say which side is up
-                if image.mode.startswith(("I", "F")):  # 16 or 32 bits: scaled from 0..65535, or from 0..the maximum
-                    values = np.asarray(image, dtype=np.float64)
-                    high = 65535 if values.min() >= 0 and 255 < values.max() <= 65535 else max(values.max(), 1e-9)
-                    image = Image.fromarray((255 * values.clip(0) / high).round().astype(np.uint8))
+                if image.mode.startswith(("I", "F")):
+                    values = np.asarray(image)
+                    if image.mode == "F" or values.min() < 0 or values.max() > 65535:
+                        raise ValueError("its range is unknown; save it with 8 or 16 bits")
+                    image = Image.fromarray((values / 257).round().astype(np.uint8))  # 16 bits
                 if image.has_transparency_data:
                     image = image.convert("RGBA")
                     image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -301,6 +302,7 @@ def _speech_windows(text: str) -> dict[str, list[str]]:
     said: dict[str, list[str]] = {}
     for speech in re.split(r"\n[ \t]*\n", text):
         speaker, _, words = speech.strip().partition("\n")
+        speaker = speaker.rstrip()
         if speaker.endswith(":") and words:
             said.setdefault(speaker[:-1], []).append(words)
     texts = {speaker: "\n".join(speeches) for speaker, speeches in said.items()}

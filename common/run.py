@@ -144,7 +144,7 @@ class Run:
         try:
             found = torch.load(file, weights_only=True, map_location=self.trainer.device)
             version, complete = found["version"], {*self.about, "rows", "state"} <= found.keys()
-        except OSError:
+        except PermissionError:
             raise
         except Exception as e:  # many types; UnpicklingError's text advises an unsafe load, so it is left out
             raise UserError(f"{file} cannot be read as a checkpoint: it is damaged; start a new run") from e
