@@ -28,7 +28,8 @@ Where the paper is silent (choices 1 and 2 change the result most)
    clients share a point, one of them is selected. If all share one point, the first client is selected.
 4. alpha_i: the theory uses 1/K, and the experiments do not say. The default is --weighting equal.
 5. Interior, table 1's ablation, draws from the clients that are not vertices. It draws as many as there are vertices
-   (at most N with --draw N), or all if there are fewer. The run stops if there are none.
+   (at most N with --draw N), or all if there are fewer. The run stops if there are none. Two controls are ours: they
+   train as many clients as there are vertices, drawn from all (random), or those with the most samples (largest).
 6. Clients that leave and come back ("client churn"): --churn is the probability that a client is away in a round. A
    present client with no g in the table (or with a zero or non-finite one) trains from the current w and enters the
    table. It can be selected in the same round.
@@ -38,9 +39,11 @@ Where the paper is silent (choices 1 and 2 change the result most)
    client uploads nothing if ||new g - old g|| is less than the threshold times ||old g||. The server then uses the old
    g.
 9. The models ("a CNN", "an RNN"): those of McMahan et al. and of LEAF. ResNet-18 has group norm. See common/models.py.
-10. ID: the paper has the local test sets of the selected clients. Ours are those of all participating clients: a fifth
-    of each client's samples (of text a tenth), not used for training.
-11. The baselines of table 1: fedavg.py with --weighting equal and --selection random, full or power_of_choice. Active
+10. ID: the paper has the local test sets of the selected clients (`id_selected` in metrics.csv). Our ID has those of
+    all participating clients. A local test set is a fifth of the client's samples (of text a tenth).
+11. The method assumes that the cosine of two clients' gradients falls with the divergence of their labels. Each run
+    looks: `correlation` in metrics.csv is the rank correlation of the two, and assumption.png shows the pairs.
+12. The baselines of table 1: fedavg.py with --weighting equal and --selection random, full or power_of_choice. Active
     selection (figures 8 and 9) is not here.
 
     python convex_hull_select.py
@@ -112,9 +115,20 @@ def hull_vertices(updates: Tensor, dim: int, scale: bool = False) -> Tensor:
     return usable[vertices_of(principal_components((rows @ rows.T).cpu(), dim)).to(usable.device)]
 
 
-def interior(m: int, vertices: Tensor) -> Tensor:
-    """The indices of the m points that are not vertices: int64, ascending."""
-    return torch.nonzero(torch.isin(torch.arange(m), vertices, invert=True)).flatten()
+def candidates(selection: str, vertices: Tensor, sizes: Tensor) -> Tensor:
+    """Line 3 and its controls: the clients to choose from, int64, ascending, as indices into `sizes`.
+
+    selection  hull: the vertices; interior: the clients that are no vertices; random: all clients; largest: the
+               clients with the most samples, as many as there are vertices
+    vertices   int64, indices into `sizes`
+    sizes      n_i of each client
+    """
+    everybody = torch.arange(len(sizes))
+    if selection == "interior":
+        return everybody[torch.isin(everybody, vertices, invert=True)]
+    if selection == "largest":
+        return sizes.sort(descending=True, stable=True).indices[: len(vertices)].sort().values
+    return vertices if selection == "hull" else everybody
 
 
 # Local epochs and batch size: section V. Dirichlet alpha: table 1 if the paper uses the data set, else our choice.
@@ -134,7 +148,12 @@ SETTINGS = {
 
 
 def own_flags(add) -> None:
-    add("--selection", choices=["hull", "interior"], default="hull", help="line 3, or its ablation")
+    add(
+        "--selection",
+        choices=["hull", "interior", "random", "largest"],
+        default="hull",
+        help="line 3, its ablation, or a control that trains as many clients as the hull has vertices",
+    )
     add("--hull-dim", type=flags.at_least(1, int, 8), default=3, help="principal components in which the hull is built")
     add("--raw", action=argparse.BooleanOptionalAction, default=True, help="gradients without scaling them to length 1")
     add("--draw", type=flags.at_least(1), metavar="N", help="train only N of the clients found, drawn at random")
@@ -148,8 +167,9 @@ def main(argv: list[str] | None = None) -> None:
     if (args.draw or 1) > clients.participating:
         raise UserError(f"--draw {args.draw}: only {clients.participating} clients participate")
     weights = server.base_weights(args.weighting, data, clients)
-    log = run.Run(args, trainer, ["uploads", "vertices", "present", "points"])
+    log = run.Run(args, trainer, ["uploads", "vertices", "correlation", "present", "points"])
     plots.partition(log.folder / "partition.png", data, clients)
+    divergence = server.label_divergence(splits.label_counts(data, clients.train[: clients.participating]))
 
     w = train.get_weights(model)
     table = server.GradientTable.empty(
@@ -170,14 +190,15 @@ def main(argv: list[str] | None = None) -> None:
                 "all updates are zero or not finite: lower --lr if they are not finite, raise it if they are zero"
             )
 
+        cosines = table.cosines(present).cpu()  # for the log: before this round changes the table
         # the picture needs two coordinates in any case
         points = principal_components(table.products[present][:, present].cpu(), max(2, args.hull_dim), not args.raw)
         vertices = vertices_of(points[:, : args.hull_dim])  # line 3
-        candidates = vertices if args.selection == "hull" else interior(len(present), vertices)
-        if not len(candidates):
+        possible = candidates(args.selection, vertices, clients.sizes[present])
+        if not len(possible):
             raise UserError(f"round {t}: no client lies inside the hull; lower --hull-dim")
-        count = min(args.draw or len(vertices), len(candidates))
-        selected = present[splits.draw(candidates, count, random_at(args.seed, "select", t))]  # line 3: I_t
+        count = min(args.draw or len(vertices), len(possible))
+        selected = present[splits.draw(possible, count, random_at(args.seed, "select", t))]  # line 3: I_t
         selected, updates, losses = trainer.local_updates(
             train.local_solver, model, state["w"], selected, clients.train, t
         )  # lines 5, 6, 7: one row of `updates` per client whose upload can be used, g_i = w - w_i
@@ -185,12 +206,15 @@ def main(argv: list[str] | None = None) -> None:
         state["w"] = state["w"] - server.aggregate(updates, weights[selected], args.trim)  # line 9
         loss = server.aggregate(losses[:, None], weights[selected], 0).squeeze()
         plane = F.pad(points[:, :2], (0, 2 - points[:, :2].shape[1]))
-        log.log(loss, selected, uploads=table.uploads.sum(), vertices=len(vertices), present=present,
-                points=plane.flatten(), **log.evaluate(model, state["w"], clients))  # fmt: skip
+        correlation = server.rank_correlation(cosines, divergence[present][:, present])
+        measures = log.evaluate(model, state["w"], clients, selected)
+        log.log(loss, selected, uploads=table.uploads.sum(), vertices=len(vertices), correlation=correlation,
+                present=present, points=plane.flatten(), **measures)  # fmt: skip
 
     log.finish(state, model, state["w"])
     plots.accuracy_curves(log.folder / "curves.png", {log.name: log.rows})
     plots.hull_animation(log.folder / "hull.gif", log.rows, args.hull_dim)
+    plots.assumption(log.folder / "assumption.png", table.cosines(clients.ids).cpu(), divergence, log.rows)
     log.report(f"{data.name}, {args.selection} in {args.hull_dim} dimensions")
 
 

@@ -153,7 +153,8 @@ def main(argv: list[str] | None = None) -> None:
         alpha = alphas[args.weighting][selected] / alphas[args.weighting][selected].sum()
         objective = (alpha * entropies[selected]).sum()  # line 6
         state["w"] = state["w"] - alpha.to(updates) @ updates  # line 5
-        log.log(alpha.to(losses) @ losses, selected, objective=objective, **log.evaluate(model, state["w"], clients))
+        measures = log.evaluate(model, state["w"], clients, selected)
+        log.log(alpha.to(losses) @ losses, selected, objective=objective, **measures)
 
     log.finish(state, model, state["w"])
     plots.accuracy_curves(log.folder / "curves.png", {log.name: log.rows})

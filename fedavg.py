@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         )  # lines 5, 13: one row of `updates` per client whose upload can be used, w - w_c = -Delta_c
         alpha = aggregation_weights(clients.sizes[selected], args.weighting).to(updates)
         state["w"] = state["w"] - args.server_lr * alpha @ updates  # line 15
-        log.log(alpha @ losses, selected, **log.evaluate(model, state["w"], clients))
+        log.log(alpha @ losses, selected, **log.evaluate(model, state["w"], clients, selected))
 
     log.finish(state, model, state["w"])
     plots.accuracy_curves(log.folder / "curves.png", {log.name: log.rows})

@@ -36,9 +36,11 @@ Where the paper is silent or unclear
 7. Noisy clients (figure 7): --label-noise with --trim, the trimmed mean. For each parameter it drops the int(trim K)
    smallest and largest values, at least one of each. The trimmed mean ignores --weighting.
 8. The models ("a CNN", "an RNN"): those of McMahan et al. and of LEAF. ResNet-18 has group norm. See common/models.py.
-9. ID: the paper has the local test sets of the selected clients. Ours are those of all participating clients: a fifth
-   of each client's samples (of text a tenth), not used for training.
-10. The baselines of table 1: fedavg.py with --weighting equal and --selection random, full or power_of_choice. Active
+9. ID: the paper has the local test sets of the selected clients (`id_selected` in metrics.csv). Our ID has those of
+   all participating clients. A local test set is a fifth of the client's samples (of text a tenth).
+10. The method assumes that the cosine of two clients' gradients falls with the divergence of their labels. Each run
+    looks: `correlation` in metrics.csv is the rank correlation of the two, and assumption.png shows the pairs.
+11. The baselines of table 1: fedavg.py with --weighting equal and --selection random, full or power_of_choice. Active
     selection (figures 8 and 9) is not here.
 
     python minimax_select.py
@@ -53,7 +55,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import UserError, flags, plots, random_at, run, server, train
+from common import UserError, flags, plots, random_at, run, server, splits, train
 
 
 def largest_similarity(similarity: Tensor) -> Tensor:
@@ -118,8 +120,9 @@ def main(argv: list[str] | None = None) -> None:
     data, clients, model, trainer = flags.prepare(args)
     weights = server.base_weights(args.weighting, data, clients)
     select = minimax_select if args.selection == "minimax" else maxsim_select
-    log = run.Run(args, trainer, ["uploads"])
+    log = run.Run(args, trainer, ["uploads", "correlation"])
     plots.partition(log.folder / "partition.png", data, clients)
+    divergence = server.label_divergence(splits.label_counts(data, clients.train[: clients.participating]))
 
     w = train.get_weights(model)
     table = server.GradientTable.empty(
@@ -140,18 +143,23 @@ def main(argv: list[str] | None = None) -> None:
                 "all updates are zero or not finite: lower --lr if they are not finite, raise it if they are zero"
             )
 
-        selected = present[select(table.cosines(present).cpu(), args.sample)]  # line 4
+        cosines = table.cosines(present).cpu()
+        selected = present[select(cosines, args.sample)]  # line 4
         selected, updates, losses = trainer.local_updates(
             train.local_solver, model, state["w"], selected, clients.train, t
         )  # lines 5, 6, 7: one row of `updates` per client whose upload can be used, g_i = w - w_i
         updates = table.put(selected, updates, args.event_threshold)  # section IV-B
         state["w"] = state["w"] - server.aggregate(updates, weights[selected], args.trim)  # line 9
         loss = server.aggregate(losses[:, None], weights[selected], 0).squeeze()
-        log.log(loss, selected, uploads=table.uploads.sum(), **log.evaluate(model, state["w"], clients))
+        correlation = server.rank_correlation(cosines, divergence[present][:, present])
+        measures = log.evaluate(model, state["w"], clients, selected)
+        log.log(loss, selected, uploads=table.uploads.sum(), correlation=correlation, **measures)
 
     log.finish(state, model, state["w"])
     plots.accuracy_curves(log.folder / "curves.png", {log.name: log.rows})
-    plots.similarity(log.folder / "similarity.png", table.cosines(clients.ids), log.rows)
+    cosines = table.cosines(clients.ids).cpu()
+    plots.similarity(log.folder / "similarity.png", cosines, log.rows)
+    plots.assumption(log.folder / "assumption.png", cosines, divergence, log.rows)
     log.report(f"{data.name}, {args.selection}; {table.uploads.sum()} uploads")
 
 

@@ -49,7 +49,9 @@ Where the paper is silent or unclear
     then 20 in each (section 4 and appendix H, for CIFAR-10). The paper's VGG16 and ResNet-18 are pretrained
     (--pretrained).
 
-Where the authors' code differs: Codebooks are never averaged. Other parameters have equal weights 1/K. The threshold
+Where the authors' code differs: The server never averages codewords. At each extension all clients get new codewords
+by K-means, and stop using those of earlier extensions. So the model is personalised. --codebooks private does this; it
+is to be compared with other personalised models. Other parameters have equal weights 1/K. The threshold
 uses the mean uncertainty, and does not change after iteration 1. The second dropout comes after the last layer. Dropout
 is off in the evaluation, so all 20 passes give the same result.
 
@@ -111,10 +113,9 @@ class ExtensibleCodebook(nn.Module):
         with torch.autocast(tokens.device.type, enabled=False):
             z = tokens.to(self.codewords.dtype).reshape(-1, self.codewords.shape[1])
             with torch.no_grad():  # |z - c|^2 = |z|^2 - 2 z.c + |c|^2, without the first term
-                distance = torch.addmm((self.codewords**2).sum(1), z, self.codewords.T, alpha=-2)
-                if allowed is not None:
-                    distance = distance.masked_fill(~allowed, torch.inf)
-                index = distance.argmin(1)  # line 13, equation 4
+                own = torch.arange(v, device=z.device) if allowed is None else torch.nonzero(allowed).flatten()
+                distance = torch.addmm((self.codewords[own] ** 2).sum(1), z, self.codewords[own].T, alpha=-2)
+                index = own[distance.argmin(1)]  # line 13, equation 4
             c = self.codewords[index]
             loss = self.commitment * F.mse_loss(z, c.detach()) + self.beta * F.mse_loss(c, z.detach())  # line 15
             straight_through = z + (c - z).detach()
@@ -314,12 +315,17 @@ def evaluate(args, trainer: train.Trainer, model, state: dict, clients: splits.C
 def federate(args, trainer: train.Trainer, model: nn.Module, clients: splits.Clients, log: run.Run) -> dict:
     """Algorithm 1 from line 3 on. Returns the server's state."""
     v, ids, iterations = args.codebook_size, clients.ids, args.iterations if args.codebook_size else 1
+    allowed = torch.ones(len(ids), v, dtype=torch.bool, device=trainer.device)
+    if args.codebooks == "private":  # each client has its own copy of the codebook
+        allowed = torch.block_diag(*allowed[:, None]).bool()
+        for codebook in (member.codebook for member in model.members):
+            codebook.extend(codebook.codewords.repeat(len(ids) - 1, 1))
+    first = allowed.shape[1]
     state = log.restore({
-        "w": train.get_weights(model), "iteration": 0, "uncertainty": torch.zeros(len(ids)),  # line 3
-        "allowed": torch.ones(len(ids), v, dtype=torch.bool, device=trainer.device),
-    })  # fmt: skip
+        "w": train.get_weights(model), "iteration": 0, "uncertainty": torch.zeros(len(ids)), "allowed": allowed,
+    })  # line 3  # fmt: skip
     for codebook in (member.codebook for member in model.members):  # a resumed run has grown codebooks
-        codebook.extend(codebook.codewords.new_zeros(state["allowed"].shape[1] - v, codebook.codewords.shape[1]))
+        codebook.extend(codebook.codewords.new_zeros(state["allowed"].shape[1] - first, codebook.codewords.shape[1]))
     ends = [args.rounds + i * args.later_rounds for i in range(iterations)]  # line 23: later iterations are shorter
 
     for iteration in range(state["iteration"], iterations):  # line 4
@@ -337,6 +343,8 @@ def federate(args, trainer: train.Trainer, model: nn.Module, clients: splits.Cli
         new = ids[uncertain(state["uncertainty"].cpu(), args.gamma)]  # line 8
         if iteration + 1 == iterations or not len(new):  # line 24
             break
+        if args.codebooks == "private":  # all clients get codewords, and stop using those of earlier extensions
+            new, state["allowed"][:, first:] = ids, False
         rng = {k: random_at(args.seed, "codewords", state["round"], k) for k in new.tolist()}
         codewords = trainer.map_clients(
             client_codewords, model, state["w"], new, clients.train, each={"rng": rng}, size=v, kind=args.init
@@ -384,6 +392,8 @@ def own_flags(add) -> None:
     add("--gamma", type=number, default=0.1, help="equation 7: with a larger gamma, fewer clients get codewords")
     add("--iterations", plain, type=whole, default=5, help="maximum; 1 is the static codebook of table 16")
     add("--later-rounds", plain, type=whole, default=5, help="rounds in each iteration after the first")
+    add("--codebooks", plain, choices=["shared", "private"], default="shared",
+        help="private: the authors' variant, in which the server never averages codewords")  # fmt: skip
     add("--init", plain, choices=["kmeans", "gaussian"], default="kmeans", help="how new codewords are initialised")
     add("--commitment", plain, type=number, default=0.25, help="weight of ||sg(c) - z||^2")
     add("--beta", plain, type=number, default=1.0, help="weight of ||c - sg(z)||^2")
@@ -424,7 +434,8 @@ def main(argv: list[str] | None = None) -> None:
     plots.partition(folder / "partition.png", data, clients)
     domains, rows = clients.domains[: clients.participating], []
     plots.uefl_curves(folder / "curves.png", {name: log.rows for name, log in runs.items()})
-    plots.uncertainties(folder / "uncertainty.png", next(iter(runs.values())).rows, domains, args.gamma)
+    if args.codebooks == "shared":  # else all clients get codewords, and the picture has no control
+        plots.uncertainties(folder / "uncertainty.png", next(iter(runs.values())).rows, domains, args.gamma)
     kinds = [domain for domain in dict.fromkeys(domains) if domain]
     for name, last in ((name, log.rows[-1]) for name, log in runs.items()):
         of = {kind: [a for a, d in zip(last["accuracies"], domains, strict=True) if d == kind] for kind in kinds}

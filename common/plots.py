@@ -138,6 +138,27 @@ def similarity(file: Path, cosines: Tensor, rows: Rows) -> None:
             axis.set_major_locator(MaxNLocator(integer=True))
 
 
+def assumption(file: Path, cosines: Tensor, divergence: Tensor, rows: Rows) -> None:
+    """Wu et al.'s assumption: clients with different labels have updates that point in different directions.
+
+    cosines     of the clients' latest updates [M, M]
+    divergence  Jensen-Shannon divergence of their labels, in nats [M, M]
+    rows        of metrics.csv, with the column `correlation`
+    """
+    upper = torch.triu_indices(*cosines.shape, offset=1).unbind()
+    of_round = [(row["round"], row["correlation"]) for row in rows if row["correlation"] is not None]
+    with drawn(file, 7.0, 3.2) as figure:
+        pairs, rounds = figure.subplots(1, 2)
+        pairs.plot(divergence[upper], cosines[upper], ".", ms=3, alpha=0.5, color=COLOURS[0])
+        pairs.set(title="pairs of clients, after the last round", xlabel="divergence of their labels (nats)",
+                  ylabel="cosine of their latest updates")  # fmt: skip
+        rounds.plot(*np.array(of_round).reshape(-1, 2).T, color=COLOURS[0])
+        rounds.axhline(0, color="0.5", ls=":", lw=0.9)
+        rounds.set(title="rank correlation of the two\n(-1: the assumption holds for all pairs)", xlabel="round",
+                   ylim=(-1.05, 1.05))  # fmt: skip
+        rounds.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def _frames(rows: Rows) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """Round -> clients [n] and their points [n, 2], turned so that clients stay near their last places."""
     frames, before = {}, None

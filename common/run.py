@@ -24,7 +24,8 @@ from common.train import Trainer
 
 VERSION = 4  # of the format of checkpoint.pt
 SAVE_EVERY = 10  # seconds between two checkpoints, at least
-COLUMNS = ["round", "seconds", "train_loss", "id_accuracy", "ood_accuracy", "selected", "left_out"]
+COLUMNS = ["round", "seconds", "train_loss", "id_accuracy", "ood_accuracy", "id_selected", "selected_size", "selected",
+           "left_out"]  # fmt: skip
 
 
 class Run:
@@ -93,18 +94,21 @@ class Run:
         """Moves the progress bar by this share of a round, but never past the end of the present round."""
         self.bar.update(min(share, self.t - self.bar.n))
 
-    def evaluate(self, model: nn.Module, w: Tensor, clients: Clients) -> dict[str, float]:
-        """This round's ID and OOD accuracy of the model with weights w, by column; an empty dict if none is due.
+    def evaluate(self, model: nn.Module, w: Tensor, clients: Clients, selected: Tensor) -> dict[str, float]:
+        """This round's accuracies of the model with weights w, by column; an empty dict if none is due.
 
-        ID is the accuracy on the held-out samples of all participating clients together. OOD is the accuracy on
-        clients.ood, if there are any.
-
+        id_accuracy    on the held-out samples of all participating clients together
+        id_selected    on those of the clients selected in this round, int64 [K]: the ID of Wu et al.
+        ood_accuracy   on clients.ood, if there are any
+        selected_size  no accuracy, but the mean number of training samples of the selected clients
         """
         if not self.due:
             return {}
-        parts = {"id_accuracy": clients.held_out, "ood_accuracy": clients.ood}
+        of_selected = torch.cat([clients.test[k] for k in selected.tolist()])
+        parts = {"id_accuracy": clients.held_out, "id_selected": of_selected, "ood_accuracy": clients.ood}
         parts = {column: part for column, part in parts.items() if len(part)}
-        return dict(zip(parts, self.trainer.evaluate(model, w, [*parts.values()])[0].tolist(), strict=True))
+        found = dict(zip(parts, self.trainer.evaluate(model, w, [*parts.values()])[0].tolist(), strict=True))
+        return {**found, "selected_size": clients.sizes[selected].mean().item()}
 
     @property
     def due(self) -> bool:

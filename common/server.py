@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from scipy.stats import rankdata
 from torch import Tensor
 
 from common import flags
@@ -125,6 +126,27 @@ def base_weights(weighting: str, data: Dataset, clients: Clients) -> Tensor:
         return torch.ones(len(clients.train))
     counts = label_counts(data, clients.train)
     return torch.special.entr(counts / counts.sum(1, keepdim=True)).sum(1).exp()
+
+
+def label_divergence(counts: Tensor) -> Tensor:
+    """The Jensen-Shannon divergence of every two clients' label distributions, in nats (at most log 2).
+
+    counts  how many samples of each class each client has [M, C]; returns float64 [M, M]
+    """
+    p = counts.double() / counts.sum(1, keepdim=True)
+    entropy = torch.special.entr(p).sum(1)
+    of_middle = torch.stack([torch.special.entr((p + of_client) / 2).sum(1) for of_client in p])
+    return of_middle - (entropy[:, None] + entropy) / 2
+
+
+def rank_correlation(x: Tensor, y: Tensor) -> float | None:
+    """Spearman's rank correlation of two symmetric matrices [M, M] over all pairs i < j.
+
+    Returns None if there are fewer than two pairs, or if all pairs are equal in one of the matrices.
+    """
+    upper = torch.triu_indices(*x.shape, offset=1).unbind()
+    ranks = np.stack([rankdata(matrix.cpu()[upper]) for matrix in (x, y)])
+    return float(np.corrcoef(ranks)[0, 1]) if ranks.size and (np.ptp(ranks, axis=1) > 0).all() else None
 
 
 def present(ids: Tensor, churn: float, rng: np.random.Generator) -> Tensor:

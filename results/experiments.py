@@ -1,12 +1,13 @@
-"""Runs experiments of the result pages: one thread each, two at a time. It skips what has finished on this machine.
+"""Runs the experiments of the result pages: one thread each, two at a time. It skips those that are in results/.
 
-    python -m results.experiments                  all of them (many hours on two cores)
-    python -m results.experiments uefl/glyphs      those with this beginning
+    python -m results.experiments                          all of them (many hours on two cores)
+    python -m results.experiments uefl/glyphs wu/cifar10   those with one of these beginnings, in this order
 
-The runs are under runs/experiments. When one has finished, its args.json and metrics.csv are copied to results/. An
-interrupted run continues.
+The runs are under runs/experiments. When one has finished, its args.json and metrics.csv are copied to results/, and
+args.json gets the commit that began the run. An interrupted run continues. To repeat a run, remove its two folders.
 """
 
+import json
 import os
 import shlex
 import shutil
@@ -29,14 +30,17 @@ EXPERIMENTS = {  # folder in results/ -> command without the seed
     "uefl/glyphs/static-codebook": f"{UEFL} --iterations 1 --rounds 7",
     "uefl/glyphs/fedavg": f"{PLAIN} --rounds 7",
     "uefl/glyphs/fedavg-no-norm": f"{PLAIN} --rounds 7 --no-token-norm",
-    "wu/hull-animation": f"convex_hull_select.py {WU}",
-    "wu/cifar10/hull": f"convex_hull_select.py {WU}",
+    "uefl/glyphs/private": f"{UEFL} --codebooks private",
     "uefl/mnist/uefl": f"{UEFL} {MNIST} {CODEBOOK} --rounds 3 --later-rounds 2 --iterations 5",
     "uefl/mnist/fedavg": f"{PLAIN} {MNIST} --rounds 11",
     "uefl/mnist/static-codebook": f"{UEFL} {MNIST} {CODEBOOK} --iterations 1 --rounds 11",
+    "uefl/mnist/private": f"{UEFL} {MNIST} {CODEBOOK} --rounds 3 --later-rounds 2 --iterations 5 --codebooks private",
     "uefl/mnist/uefl-no-norm": f"{UEFL} {MNIST} {CODEBOOK} --rounds 3 --later-rounds 2 --iterations 5 --no-token-norm",
     "uefl/mnist/fedavg-no-norm": f"{PLAIN} {MNIST} --rounds 11 --no-token-norm",
+    "wu/cifar10/hull": f"convex_hull_select.py {WU}",
     "wu/cifar10/random": f"fedavg.py {WU} --weighting equal",
+    "wu/cifar10/random-as-many": f"convex_hull_select.py {WU} --selection random",
+    "wu/cifar10/largest-as-many": f"convex_hull_select.py {WU} --selection largest",
     "wu/cifar10/minimax": f"minimax_select.py {WU}",
     "wu/cifar10/maxsim": f"minimax_select.py {WU} --selection maxsim",
     "wu/cifar10/interior": f"convex_hull_select.py {WU} --selection interior",
@@ -49,19 +53,27 @@ EXPERIMENTS = {  # folder in results/ -> command without the seed
 SEEDS = range(3)
 
 
+def is_done(name: str, seed: int) -> bool:
+    """Whether results/ has this run, made by this program."""
+    file = RESULTS / name / str(seed) / "args.json"
+    return file.exists() and "commit" in json.loads(file.read_text())
+
+
 def finish(name: str, seed: int) -> None:
     """Runs one experiment, or continues it, and copies its result."""
     folder, result = WORK / name / str(seed), RESULTS / name / str(seed)
     command = EXPERIMENTS[name].split()
     flags = ["--resume", folder] if (folder / "args.json").exists() else [*command[1:], "--seed", seed, "--out", folder]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     with open(WORK / "log.txt", "a") as log:
         words = [sys.executable, command[0], *map(str, flags)]
         print(shlex.join(words), file=log, flush=True)
         subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=log, stdout=log)
     if (folder / "model.pt").exists():
         result.mkdir(parents=True, exist_ok=True)
-        for file in ("args.json", "metrics.csv"):
-            shutil.copy(folder / file, result / file)
+        shutil.copy(folder / "metrics.csv", result)
+        about = json.loads((folder / "args.json").read_text())
+        (result / "args.json").write_text(json.dumps({**about, "commit": commit}, indent=1) + "\n")
         print(f"{name} {seed}: done")
     else:
         print(f"{name} {seed}: did not finish; see {WORK / 'log.txt'}")
@@ -70,9 +82,9 @@ def finish(name: str, seed: int) -> None:
 def main() -> None:
     os.chdir(Path(__file__).parents[1])
     WORK.mkdir(parents=True, exist_ok=True)
-    begin = sys.argv[1] if len(sys.argv) > 1 else ""
-    names = [name for name in EXPERIMENTS if name.startswith(begin)]
-    todo = [(name, seed) for seed in SEEDS for name in names if not (WORK / name / str(seed) / "model.pt").exists()]
+    beginnings = sys.argv[1:] or [""]
+    names = [name for begin in beginnings for name in EXPERIMENTS if name.startswith(begin)]
+    todo = [(name, seed) for seed in SEEDS for name in dict.fromkeys(names) if not is_done(name, seed)]
     with ThreadPoolExecutor(2) as two:
         list(two.map(lambda one: finish(*one), todo))
 

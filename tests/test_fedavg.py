@@ -82,7 +82,8 @@ def test_it_learns_and_leaves_a_complete_folder(start, selection, capsys):
         / "run"
     )
     found = rows(folder)
-    assert list(found[0]) == ["round", "seconds", "train_loss", "id_accuracy", "ood_accuracy", "selected", "left_out"]
+    columns = "round seconds train_loss id_accuracy ood_accuracy id_selected selected_size selected left_out"
+    assert list(found[0]) == columns.split()
     assert [int(r["round"]) for r in found] == list(range(1, 13))
     assert all(len(r["selected"].split()) == (6 if selection == "full" else 3) for r in found)
     assert (

@@ -338,6 +338,31 @@ def test_an_infinite_threshold_never_extends_and_is_vq_fedavg(start):
     assert (folder / "run" / "model.pt").read_bytes() == (folder / "vq" / "model.pt").read_bytes()
 
 
+def test_private_codebooks_of_a_single_client_are_the_shared_one(start):
+    one = CUT.replace("2 1", "1 0") + "--no-compare "
+    folder = start(uefl, one)
+    start(uefl, one.replace("--out run", "--out private") + "--codebooks private")
+    assert (folder / "run" / "model.pt").read_bytes() == (folder / "private" / "model.pt").read_bytes()
+
+
+def test_private_codewords_are_never_averaged_and_the_newest_replace_the_earlier(start, monkeypatch):
+    seen, average = [], uefl.average_codewords
+
+    def watched(before, codewords, sizes, allowed):
+        after = average(before, codewords, sizes, allowed)
+        for v, owner in enumerate(allowed.float().argmax(0).tolist()):
+            assert allowed[:, v].sum() <= 1, "a codeword has one owner at most"
+            assert torch.allclose(after[v], codewords[owner, v] if allowed[owner, v] else before[v])
+        seen.append(allowed)
+        return after
+
+    monkeypatch.setattr(uefl, "average_codewords", watched)
+    found = rows(start(uefl, CUT + "--no-compare --codebooks private") / "run")
+    assert [r["codewords"] for r in found] == ["4 4 4"] * 2 + ["8 8 8"] * 2, "certain clients get codewords, too"
+    assert [allowed.shape[1] for allowed in seen] == [12, 12, 24, 36]
+    assert not seen[-1][:, 12:24].any() and seen[-1][:, 24:].sum() == 12
+
+
 def test_without_a_codebook_it_is_fedavg(start):
     same = (
         "--model resblocks --width 0.01 --rotate 0 90 --partition domain --local-epochs 2 --batch-size 10 --rounds 3 "
@@ -354,6 +379,7 @@ def test_without_a_codebook_it_is_fedavg(start):
     [
         ("--init gaussian", False),
         ("--ensemble 2", False),
+        ("--ensemble 2 --codebooks private", False),
         ("--no-token-norm --segments 4", False),
         ("--iterations 1 --codebook-size 12", False),
         ("--test-domain 90", True),

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from scipy.optimize import linprog
 from scipy.spatial import ConvexHull
-from scipy.stats import trim_mean
+from scipy.spatial.distance import jensenshannon
+from scipy.stats import spearmanr, trim_mean
 from test_fedavg import initial_model, rows
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -341,6 +342,47 @@ def test_interior_is_what_is_not_a_vertex(start):
     assert len(hull["selected"].split()) == int(hull["vertices"])
     with pytest.raises(UserError, match="no client lies inside the hull"):
         start(convex_hull_select, CUT + "--hull-dim 5 --selection interior --out full")
+
+
+@pytest.mark.parametrize("control", ["random", "largest"])
+def test_a_control_trains_as_many_clients_as_the_hull_has_vertices(start, tiny, control):
+    many = CUT.replace("--clients 8 --participating 6", "--clients 11 --participating 11")
+    found = rows(start(convex_hull_select, many + f"--hull-dim 2 --selection {control} --out run") / "run")
+    sizes = deal(tiny, 0, "dirichlet", alpha=0.5, clients=11, participating=11).sizes
+    for row in found:
+        selected = [int(k) for k in row["selected"].split()]
+        assert len(selected) == int(row["vertices"]) < 11
+        assert float(row["selected_size"]) == pytest.approx(sizes[selected].mean().item(), rel=1e-4)
+        others = [k for k in range(11) if k not in selected]
+        is_largest = sizes[selected].min() >= sizes[others].max()
+        assert is_largest or control == "random"
+
+
+def test_divergence_and_correlation_are_those_of_scipy(rng):
+    counts = torch.from_numpy(rng.integers(0, 9, (6, 4))).float()
+    counts[0], counts[1] = torch.tensor([5.0, 0, 0, 0]), torch.tensor([0, 2.0, 0, 0])
+    found = server.label_divergence(counts)
+    for i, j in combinations(range(6), 2):
+        assert found[i, j].item() == pytest.approx(jensenshannon(counts[i].double(), counts[j].double()) ** 2, abs=1e-9)
+    assert found[0, 1].item() == pytest.approx(math.log(2)), "disjoint labels"
+    other = torch.from_numpy(rng.integers(0, 4, (6, 6)))  # with ties
+    other = other + other.T
+    pairs = tuple(zip(*combinations(range(6), 2), strict=True))
+    expected = spearmanr(found[pairs], other[pairs]).statistic
+    assert server.rank_correlation(found, other) == pytest.approx(expected)
+    assert server.rank_correlation(found, torch.ones(6, 6)) is None
+    assert server.rank_correlation(found[:1, :1], other[:1, :1]) is None
+
+
+def test_id_of_the_selected_is_the_accuracy_on_their_own_held_out_samples(start, tiny):
+    folder = start(fedavg, CUT + "--sample 1 --rounds 1 --out run") / "run"
+    row, clients = rows(folder)[0], deal(tiny, 0, "dirichlet", alpha=0.5, clients=8, participating=6)
+    samples = clients.test[int(row["selected"])]
+    model = initial_model("--clients 8 --participating 6")
+    model.load_state_dict(torch.load(folder / "model.pt"))
+    x = tiny.x[samples].float() / 127.5 - 1
+    right = (model.eval()(x).argmax(1) == tiny.y[samples]).float().mean().item()
+    assert float(row["id_selected"]) == pytest.approx(right, abs=1e-5)
 
 
 def test_some_of_the_vertices_are_drawn(start):
