@@ -167,23 +167,40 @@ def image_folder(folder: Path, cache: Path, image_size: int) -> Dataset:
 
     Scales them to image_size x image_size, and keeps the result in one file in the folder `cache`. If the name, size or
     date of an image changes, they are decoded again. Raises UserError for a folder without images, for a mix of the two
-    layouts, for a class in only one of train and test, and for an image that cannot be read.
+    layouts, for a class in only one of train and test, for `<class>/<domain>` and for an image that cannot be read.
     """
     found: dict[str, dict[str, list[Path]]] = {}
-    for file in sorted(folder.glob("*/*/*")):
+    everything = sorted(folder.glob("[!.]*/[!.]*/[!.]*"))
+    runs = {file.parent for file in everything if file.name == "args.json"}  # their pictures are no class
+    files = [file for file in everything if file.parent not in runs]
+    images = [file for file in files if file.suffix.lower() in IMAGES]
+    for file in images:
         part, name = file.parts[-3:-1]
         part = part.lower() if part.lower() in ("train", "test") else part
-        if file.suffix.lower() in IMAGES and not part.startswith(".") and not name.startswith("."):
-            found.setdefault(part, {}).setdefault(name, []).append(file)
+        found.setdefault(part, {}).setdefault(name, []).append(file)
+    empty = set(folder.glob("[!.]*/[!.]*")) - {file.parent for file in images} - runs
+    if left_out := sorted({*files, *empty} - set(images)):
+        print(f"{folder}: left out {len(left_out)} files and folders without an image: {left_out[0]}", file=sys.stderr)
     if not found:
         raise UserError(f"{folder} holds no images as train/<class>/*, test/<class>/* or <domain>/<class>/*")
-    has_test = "test" in found or "train" in found
+    classes, has_test = sorted(set().union(*found.values())), "test" in found or "train" in found
     if has_test and set(found) != {"train", "test"}:
-        raise UserError(f"{folder} must hold either train/ and test/ or one folder per domain, not {', '.join(found)}")
+        raise UserError(
+            f"{folder} holds {', '.join(found)}: beside train/ there must be test/, and nothing else; rename or move it"
+        )
     if has_test and (odd := set(found["train"]) ^ set(found["test"])):
         raise UserError(f"{folder}: {', '.join(sorted(odd))} has images in only one of train/ and test/")
+    if sum(map(len, found.values())) < len(found) * len(classes) / 2:  # NICO's contexts differ from class to class
+        raise UserError(
+            f"{folder}: {', '.join(list(found)[:3])}, ... hold different classes: this looks like <class>/<domain>/, and"
+            " must be <domain>/<class>/; swap the two levels"
+        )
+    try:
+        "".join([*found, *classes]).encode()
+    except UnicodeEncodeError as e:
+        raise UserError(f"{folder}: a name of a folder is not UTF-8 ({e.object!a}): rename the folder") from e
 
-    classes, parts = sorted(set().union(*found.values())), ["train", "test"] if has_test else list(found)
+    parts = ["train", "test"] if has_test else list(found)
     samples = [(f, classes.index(c), p) for p, part in enumerate(parts) for c in found[part] for f in found[part][c]]
     files = [file for file, _, _ in samples]
     stats = [(str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
@@ -191,8 +208,8 @@ def image_folder(folder: Path, cache: Path, image_size: int) -> Dataset:
     place, key = (hashlib.sha256(repr(what).encode()).hexdigest()[:8] for what in (place, stats))
     cached = cache / f"{stem}-{place}-{key}.pt"
     try:
-        x = torch.load(cached, weights_only=True, mmap=True)
-        assert x.shape == (len(files), 3, image_size, image_size) and x.dtype == torch.uint8
+        x, checksum = torch.load(cached, weights_only=True)
+        assert x.shape == (len(files), 3, image_size, image_size) and zlib.crc32(x.numpy()) == checksum
     except Exception:  # it is missing or damaged: anything from FileNotFoundError to UnpicklingError
         x = _decode(files, image_size)
         part = cached.with_suffix(f".{os.getpid()}")  # an interrupted run leaves no half-written cache
@@ -200,7 +217,7 @@ def image_folder(folder: Path, cache: Path, image_size: int) -> Dataset:
             cache.mkdir(parents=True, exist_ok=True)
             for stale in cache.glob(glob.escape(f"{stem}-{place}-") + "*"):
                 stale.unlink(missing_ok=True)
-            torch.save(x, part)
+            torch.save((x, zlib.crc32(x.numpy())), part)
             part.replace(cached)
         except (OSError, RuntimeError) as e:  # torch's error for a full disk is a RuntimeError
             if part.exists():
@@ -217,6 +234,8 @@ def image_folder(folder: Path, cache: Path, image_size: int) -> Dataset:
 def _decode(files: list[Path], image_size: int) -> Tensor:
     """The images as uint8 [N, 3, image_size, image_size], decoded in parallel."""
 
+    stretched = []
+
     def decode(file: Path) -> np.ndarray:
         try:
             with Image.open(file) as image:
@@ -229,6 +248,8 @@ def _decode(files: list[Path], image_size: int) -> Tensor:
                 if image.has_transparency_data:
                     image = image.convert("RGBA")
                     image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+                if image.width != image.height:
+                    stretched.append(file)
                 return np.array(image.convert("RGB").resize((image_size, image_size), Image.BILINEAR))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
             raise UserError(f"{file} cannot be read as an image ({first_line(e)}): repair or remove it") from e
@@ -238,6 +259,8 @@ def _decode(files: list[Path], image_size: int) -> Tensor:
         images = tqdm(pool.map(decode, files), "decoding", len(files), unit=" images", leave=False, delay=1)
         for i, image in enumerate(images):
             x[i] = torch.from_numpy(image)
+    if stretched:
+        print(f"{len(stretched)} images that are not square are stretched: {stretched[0]}", file=sys.stderr)
     return x.permute(0, 3, 1, 2).contiguous()
 
 
@@ -277,7 +300,10 @@ def plays(file: Path) -> Dataset:
     gap = WINDOW // stride
     windows = {speaker: w for speaker, w in sorted(windows.items()) if len(w) * 9 // 10 > gap}
     if not windows:
-        raise UserError(f"{file}: no speaker has enough text; each speech must begin with a line `Speaker:`")
+        raise UserError(
+            f"{file}: no speaker has the {-(-10 * (gap + 1) // 9)} samples that a training and a test part need; in a "
+            "text, each speech must begin with a line `Speaker:`"
+        )
 
     rows, speaker, train, test = [], [], [], []
     for s, said in enumerate(windows.values()):

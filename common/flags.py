@@ -176,7 +176,8 @@ def parse(
     if args.partition is None:
         usual = "speaker" if kind == "shakespeare" else "domain" if args.rotate else "dirichlet"
         args.partition = "domain" if args.test_domain else defaults.get("partition", usual)
-    for flag in {word.split("=")[0] for word in argv} & idle.keys():
+    typed = {word.split("=")[0] for word in argv}
+    for flag in idle.keys() & (typed | {f"--{word[5:]}" for word in typed if word.startswith("--no-")}):
         if idle[flag] and (why := idle[flag](args)):
             raise UserError(f"{flag} has no effect here: {why}")
     return args

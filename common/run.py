@@ -1,6 +1,7 @@
 """What stays on disk, and what the user sees: metrics, checkpoints, progress, the table at the end."""
 
 import argparse
+import fcntl
 import json
 import os
 import shlex
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -188,7 +190,7 @@ class Run:
         print(f"{self.rows[-1]['seconds']:.0f} s; metrics, model and pictures are in {self.folder}")
 
 
-_opened: list[Path] = []  # the folders of this program's runs; --resume takes the first one
+_opened: dict[Path, TextIO] = {}  # this program's folders, each with its args.json; --resume takes the first one
 _bars: list[tqdm] = []
 
 
@@ -208,7 +210,6 @@ def open_folder(args: argparse.Namespace, folder: Path | None = None, name: str 
     if folder.exists() and any(folder.iterdir()) and not args.resume:
         raise UserError(f"{folder} exists and is not empty: choose another --out, or continue it with --resume")
     folder.mkdir(parents=True, exist_ok=True)
-    _opened.append(folder)
     if not (folder / "args.json").exists():
         about = {
             "method": Path(sys.argv[0]).stem, "name": name, "command": shlex.join(["python", *sys.argv]),
@@ -218,6 +219,11 @@ def open_folder(args: argparse.Namespace, folder: Path | None = None, name: str 
         }  # fmt: skip
         (folder / "args.part").write_text(json.dumps(about, indent=1) + "\n")
         (folder / "args.part").replace(folder / "args.json")
+    _opened[folder] = file = open(folder / "args.json", "r+")  # noqa: SIM115  (the lock ends with the program)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        raise UserError(f"{folder}: another program is working in this folder; wait until it has ended") from e
     return folder
 
 
@@ -274,7 +280,7 @@ def launch(main: Callable[[], None]) -> None:
     except UserError as e:
         code, message = 2, str(e)
     except OSError as e:
-        code, message = 1, f"{e}; fix this and continue with --resume {_opened[0]}" if _opened else str(e)
+        code, message = 1, f"{e}; fix this and continue with --resume {next(iter(_opened))}" if _opened else str(e)
     except KeyboardInterrupt:
         if ranks.RANK > 0:
             sys.exit(130)
@@ -282,7 +288,7 @@ def launch(main: Callable[[], None]) -> None:
         if _opened:
             saved = any((folder / "checkpoint.pt").exists() for folder in _opened)
             where = "from its last checkpoint" if saved else "from the start, because there is no checkpoint yet"
-            message = f"stopped; --resume {_opened[0]} continues {where}"
+            message = f"stopped; --resume {next(iter(_opened))} continues {where}"
     except RuntimeError:
         if ranks.RANK > 0:
             time.sleep(3)  # another rank may have printed the reason and ended; then torchrun ends this one

@@ -32,6 +32,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
@@ -81,6 +82,9 @@ class Runs:
 
     def __post_init__(self):
         self.runs = sorted(self.runs, key=lambda one: one.flags["seed"])
+        for one, other in pairwise(self.runs):
+            if one.flags["seed"] == other.flags["seed"]:
+                raise UserError(f"{one.folder} and {other.folder} have the same flags and the same seed: leave one out")
 
     @property
     def seeds(self) -> list[int]:
@@ -143,6 +147,8 @@ def read_metrics(file: Path) -> list[dict]:
         rows.append(dict(zip(header, map(typed, cells), strict=True)))
         if not isinstance(rows[-1].get("round"), int):
             raise UserError(f"{file}: line {i} has no number in the column `round`: correct it")
+        if len(rows) > 1 and rows[-1]["round"] <= rows[-2]["round"]:
+            raise UserError(f"{file}: line {i} has a round that is not after the one before: correct it")
     for column in {column for row in rows for column in row if isinstance(row[column], list)}:
         for row in rows:  # a list of one number looks like a number in the file
             row[column] = [row[column]] if isinstance(row[column], (int, float)) else row[column]
@@ -439,8 +445,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{args.run[0]} has no round yet: wait for the first")
     if set(columns) - has:
         raise UserError(f"--columns {min(set(columns) - has)}: the runs have {', '.join(sorted(has))}")
-    longest = max(len(one.rows) for of_name in runs.values() for one in of_name.runs)
-    title = f"mean of the last {min(args.last, longest)} evaluations, over seeds; accuracies in percent"
+    title = f"mean of the last evaluations (up to {args.last}), over seeds; accuracies in percent"
     print_table(title, runs, columns, args.last)
     with beside(picture) as part:
         bands(part, runs, titles(columns))

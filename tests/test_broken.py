@@ -208,3 +208,83 @@ def test_a_closed_or_redirected_stderr(tmp_path):
     assert shell(f"{call} --out file 2>log.txt", tmp_path).returncode == 0
     bars = re.findall(r"\d+%\|", (tmp_path / "log.txt").read_text())
     assert len(bars) <= 3, "a file gets a line per minute, not per round"
+
+
+def test_a_second_program_in_the_same_folder_is_refused(launched, tmp_path):
+    draw_images(tmp_path / "pets")
+    assert launched(fedavg, f"{TINY} --dataset pets --out r")[0] == 0
+    run._opened.clear()  # gives up this program's own lock
+    before = (tmp_path / "r/metrics.csv").read_bytes()
+    code = "import fcntl, time; f = open('r/args.json', 'r+'); fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    code += "; print(1, flush=True); time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=tmp_path)
+    try:
+        assert other.stdout.readline() == b"1\n"
+        code, said = launched(fedavg, "--resume r")
+        assert code == 2 and "another program is working in this folder" in said
+        assert (tmp_path / "r/metrics.csv").read_bytes() == before
+    finally:
+        other.kill()
+        other.wait()
+    assert launched(fedavg, "--resume r")[0] == 0
+
+
+def test_the_pictures_of_a_run_are_no_class_and_what_is_left_out_is_named(tmp_path, capsys):
+    draw_images(tmp_path / "pets", parts=("a", "b"), n=2)
+    assert image_folder(tmp_path / "pets", tmp_path / "cache", 8).classes == ["cat", "dog"]
+    assert not capsys.readouterr().err
+    (tmp_path / "pets/a/run").mkdir()
+    (tmp_path / "pets/a/run/args.json").write_text("{}")
+    Image.new("L", (8, 8)).save(tmp_path / "pets/a/run/curves.png")
+    Image.new("L", (8, 8)).save(tmp_path / "pets/a/cat/._0.png")  # as some systems write beside each file
+    (tmp_path / "pets/b/dog/photo.avif").write_bytes(b"an image of a kind that is not read")
+    (tmp_path / "pets/b/bird").mkdir()
+    data = image_folder(tmp_path / "pets", tmp_path / "cache", 8)
+    assert data.classes == ["cat", "dog"] and len(data.x) == 8
+    assert "left out 2 files and folders without an image" in capsys.readouterr().err
+
+
+def test_stretched_images_are_named_once(tmp_path, capsys):
+    draw_images(tmp_path / "pets", parts=("a",), n=2)
+    Image.new("L", (8, 16)).save(tmp_path / "pets/a/cat/wide.png")
+    for said in ("1 images that are not square are stretched", ""):
+        image_folder(tmp_path / "pets", tmp_path / "cache", 8)
+        assert said in capsys.readouterr().err
+
+
+def test_classes_with_contexts_inside_are_refused(launched, tmp_path):
+    for name, contexts in {"cat": ("snow", "grass", "sofa"), "dog": ("beach", "grass", "car")}.items():
+        draw_images(tmp_path / "nico", parts=(name,), classes=contexts, n=2)
+    draw_images(tmp_path / "nico", parts=("owl",), classes=("night", "tree"), n=2)
+    code, said = launched(fedavg, f"{TINY} --dataset nico --out r")
+    assert code == 2 and "looks like <class>/<domain>/, and must be <domain>/<class>/" in said
+
+
+def test_one_class_missing_in_one_domain_is_no_mistake(tmp_path):
+    draw_images(tmp_path / "pets", parts=("a", "b"), n=2)
+    draw_images(tmp_path / "pets", parts=("c",), classes=("cat",), n=2)
+    assert len(image_folder(tmp_path / "pets", tmp_path / "cache", 8).domains) == 3
+
+
+def test_a_changed_byte_in_the_cache_is_found(tmp_path):
+    draw_images(tmp_path / "pets")
+    x = image_folder(tmp_path / "pets", tmp_path / "cache", 8).x
+    (file,) = (tmp_path / "cache").iterdir()
+    damaged, checksum = torch.load(file)
+    damaged[0, 0, 0, 0] += 1
+    torch.save((damaged, checksum), file)
+    assert torch.equal(image_folder(tmp_path / "pets", tmp_path / "cache", 8).x, x)
+
+
+def test_a_flag_without_effect_is_also_found_in_its_negated_form(launched):
+    code, said = launched(fediir, "--gamma 0 --no-compare --test-domain mono")
+    assert code == 2 and "--compare has no effect here" in said
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has only names in UTF-8")
+def test_a_name_that_is_not_utf_8_is_refused(launched, tmp_path):
+    draw_images(tmp_path / "pets")
+    os.rename(bytes(tmp_path / "pets/train/cat"), bytes(tmp_path / "pets/train") + b"/c\xff")
+    os.rename(bytes(tmp_path / "pets/test/cat"), bytes(tmp_path / "pets/test") + b"/c\xff")
+    code, said = launched(fedavg, f"{TINY} --dataset pets --out r")
+    assert code == 2 and "is not UTF-8" in said

@@ -199,6 +199,7 @@ def test_metrics_become_typed_rows(tmp_path):
         (b"round,id_accuracy\n1,0.5,7\n", "metrics.csv: line 2 has 3 cells"),
         (b"turn,id_accuracy\n1,0.5\n", "metrics.csv: line 2 has no number in the column `round`"),
         (b"round,id_accuracy\nx,0.5\n", "metrics.csv: line 2 has no number in the column `round`"),
+        (b"round,id_accuracy\n1,0.5\n1,0.5\n", "metrics.csv: line 3 has a round that is not after the one before"),
         (b"\xff\xfe\x00\n", "metrics.csv cannot be read"),
         (b"round,id_accuracy\n", "no round yet"),
         (b"", "no round yet"),
@@ -278,6 +279,13 @@ def test_the_hull_is_drawn_from_the_rows(tmp_path):
     )
     report.rebuild(page)
     assert (tmp_path / "hull.gif").read_bytes()[:3] == b"GIF"
+
+
+def test_a_copied_run_does_not_count_twice(tmp_path):
+    make_run(tmp_path / "one", [0.5])
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    with pytest.raises(UserError, match="one have the same flags and the same seed: leave one out"):
+        report.main([str(tmp_path)])
 
 
 def test_mistakes(tmp_path, page):
