@@ -192,7 +192,7 @@ def image_folder(folder: Path, cache: Path, image_size: int) -> Dataset:
         raise UserError(f"{folder}: {', '.join(sorted(odd))} has images in only one of train/ and test/")
     if sum(map(len, found.values())) < len(found) * len(classes) / 2:  # NICO's contexts differ from class to class
         raise UserError(
-            f"{folder}: {', '.join(list(found)[:3])}, ... hold different classes: this looks like <class>/<domain>/, and"
+            f"{folder}: {', '.join(list(found)[:3])}, ... hold different classes: this looks like <class>/<domain>/ and"
             " must be <domain>/<class>/; swap the two levels"
         )
     try:

@@ -257,7 +257,7 @@ def test_classes_with_contexts_inside_are_refused(launched, tmp_path):
         draw_images(tmp_path / "nico", parts=(name,), classes=contexts, n=2)
     draw_images(tmp_path / "nico", parts=("owl",), classes=("night", "tree"), n=2)
     code, said = launched(fedavg, f"{TINY} --dataset nico --out r")
-    assert code == 2 and "looks like <class>/<domain>/, and must be <domain>/<class>/" in said
+    assert code == 2 and "looks like <class>/<domain>/ and must be <domain>/<class>/" in said
 
 
 def test_one_class_missing_in_one_domain_is_no_mistake(tmp_path):
