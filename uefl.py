@@ -362,15 +362,22 @@ PAPER = {
     "optimizer": "adam", "lr": 1e-4, "batch_size": 1024, "local_epochs": 20,  # the authors' code
     "precision": "float32",
 }  # fmt: skip
+# "small" is what --small changes: a cut of ours for two cores without a GPU.
+CUT = {"model": "resblocks", "width": 0.0625, "segments": 8, "commitment": 0.1, "lr": 1e-3, "batch_size": 32,
+       "local_epochs": 4, "rounds": 5, "later_rounds": 2, "iterations": 3}  # fmt: skip
 SETTINGS = {
-    "glyphs": {**PAPER, "silos": [3, 1, 1], "silo_size": 500, "width": 0.0625, "segments": 8, "commitment": 0.1,
-               "lr": 2e-3, "batch_size": 32, "local_epochs": 6, "rounds": 3, "later_rounds": 2, "iterations": 3},
+    "glyphs": {**PAPER, **CUT, "silos": [3, 1, 1], "silo_size": 500, "lr": 2e-3, "local_epochs": 6, "rounds": 3},
     "mnist": {**PAPER, "codebook_size": 32, "gamma": 0.3},
     **dict.fromkeys(["fmnist", "emnist"], PAPER),
     "gtsrb": {**PAPER, "model": "vgg16"},
     "cifar10": {**PAPER, "model": "vgg16", "gamma": 0.2},
     "cifar100": {**PAPER, "model": "vgg16", "silo_size": 4000, "segments": 4},
     "folder": {**PAPER, "model": "resnet18", "partition": "domain", "rotate": None},
+    "small": {
+        **{name: {**CUT, "silo_size": 500, "gamma": 0.05} for name in ["mnist", "fmnist", "emnist", "gtsrb"]},
+        **{name: {**CUT, "silo_size": 500, "gamma": 0.02} for name in ["cifar10", "cifar100"]},
+        "folder": {**CUT, "image_size": 32},
+    },
 }  # fmt: skip
 
 

@@ -59,6 +59,8 @@ def _shared_flags(group: Callable) -> None:
     add = group("data")
     add("--dataset", type=not_empty, default="glyphs", help=f"{', '.join(data.NAMES)}, or the path of a folder of"
         " images, of a text file of plays, or of LEAF's JSON")  # fmt: skip
+    add("--small", action="store_true", help="a cut of the paper's settings that takes minutes without a GPU; do not"
+        " compare its figures with the paper's; `--dataset cifar10 --small --help` shows it")  # fmt: skip
     add("--data-dir", type=not_empty, default="data", help="folder of the data sets; downloads go there, too")
     add("--image-size", type=at_least(8), default=96, help="pixels: a folder's images are scaled to this size",
         idle_if=lambda a: a.dataset in data.NAMES and f"{a.dataset} has its own size")  # fmt: skip
@@ -98,7 +100,12 @@ def _shared_flags(group: Callable) -> None:
         idle_if=lambda a: a.model in fixed and f"{a.model} has a fixed width")  # fmt: skip
     add("--pretrained", type=not_empty, nargs="?", const="imagenet", metavar="FILE",
         help="start from ImageNet weights, downloaded or from FILE (resnet18, resnet50, vgg16)")  # fmt: skip
-    add("--rounds", type=at_least(1), default=30, help="T, communication rounds")
+    add(
+        "--rounds",
+        type=at_least(1),
+        default=30,
+        help="T, communication rounds; in uefl.py those of the first iteration",
+    )
     add("--local-epochs", type=at_least(1), default=5, help="E, a client's passes over its data per round")
     add("--batch-size", type=at_least(1), default=32, help="B, samples in a step of local training")
     add("--lr", type=positive, default=0.05, help="step size of local training")
@@ -124,7 +131,8 @@ def parse(
     """The flags of a method.
 
     doc        the method file's docstring; its first line heads the help
-    settings   data set -> its defaults; "folder" stands for every folder of images
+    settings   data set -> its defaults; "folder" stands for every folder of images. "small" -> data set -> what --small
+               changes
     own_flags  called with a function `add` that adds the method's own flags. It takes what argparse's add_argument
                takes, and `idle_if`, a function of all flags. If the others make this flag useless, it returns the
                reason, else something false
@@ -158,11 +166,15 @@ def parse(
     first = Parser(add_help=False, allow_abbrev=False)
     for flag in ("--dataset", "--resume", "--partition"):
         first.add_argument(flag)
+    first.add_argument("--small", action="store_true")
     known, _ = first.parse_known_args(argv)
     saved = _saved_flags(known.resume) if known.resume else {}
     name = known.dataset or "glyphs"
     kind = name if name in data.NAMES else "shakespeare" if Path(name).is_file() else "folder"
-    defaults = settings.get(kind, {})
+    small = settings["small"].get(kind)
+    if known.small and not saved and small is None:
+        raise UserError(f"--small: there is no cut for {name}; leave it out, or choose {', '.join(settings['small'])}")
+    defaults = {**settings.get(kind, {}), **(small if known.small else {})}
     if defaults.get("partition") == "silos" and known.partition in ("dirichlet", "iid"):
         defaults = {**defaults, "rotate": None}  # the rotations make the silos; label skew does not need them
     if empty := [flag for flag, value in saved.items() if value is None and parser.get_default(flag) is not None]:

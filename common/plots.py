@@ -217,14 +217,19 @@ def hull_animation(file: Path, rows: Rows, dim: int) -> None:
     images[0].save(file, save_all=True, append_images=images[1:], duration=shown, loop=0)
 
 
-def alignment(file: Path, cosines: Mapping[str, Tensor], domains: Sequence[str]) -> None:
+def alignment(file: Path, cosines: Mapping[str, Tensor], domains: Sequence[str], rows: Rows) -> None:
     """FedIIR: cosines between the classifier gradients of clients, one panel per entry: title -> [M, M].
 
     domains  the domain of each client, with the clients of one domain next to each other
+    rows     of metrics.csv; the last panel shows their column `penalty_share`
     """
     starts = [i for i, domain in enumerate(domains) if i == 0 or domain != domains[i - 1]]
-    with drawn(file, 2.9 * len(cosines) + 0.9, 3.2) as figure:
-        all_axes = figure.subplots(1, len(cosines), sharey=True, squeeze=False)[0]
+    with drawn(file, 2.9 * len(cosines) + 3.4, 3.2) as figure:
+        *all_axes, share = figure.subplots(1, len(cosines) + 1)
+        share.plot(*zip(*[(row["round"], row["penalty_share"]) for row in rows if row["penalty_share"] is not None],
+                        strict=True))  # fmt: skip
+        share.set(title="the penalty's share of the gradient", xlabel="round", ylim=(0, None))
+        share.xaxis.set_major_locator(MaxNLocator(integer=True))
         for axes, (title, matrix) in zip(all_axes, cosines.items(), strict=True):
             matrix = matrix.cpu().numpy()
             image = axes.imshow(matrix, cmap="RdGy_r", vmin=-1, vmax=1, interpolation="nearest")
@@ -232,7 +237,7 @@ def alignment(file: Path, cosines: Mapping[str, Tensor], domains: Sequence[str])
             mean = others.mean() if len(others) else 1
             axes.set(title=f"{title}\nmean {mean:.2f}", xlabel="clients, by domain")
             axes.set_xticks(starts, [])
-            axes.set_yticks(starts, [domains[i] for i in starts])
+            axes.set_yticks(starts, [domains[i] for i in starts] if axes is all_axes[0] else [])
         figure.colorbar(image, ax=all_axes, label="cosine of classifier gradients")
 
 

@@ -26,6 +26,7 @@ from common.train import Trainer
 
 VERSION = 4  # of the format of checkpoint.pt
 SAVE_EVERY = 10  # seconds between two checkpoints, at least
+LONG = 2  # hours; if a run on a CPU will take longer, it says so
 COLUMNS = ["round", "seconds", "train_loss", "id_accuracy", "ood_accuracy", "id_selected", "selected_size", "selected",
            "left_out"]  # fmt: skip
 
@@ -53,6 +54,7 @@ class Run:
         self.evaluate_every, self.left_out, self.bar = args.evaluate_every, trainer.left_out, None
         self.saved_at = self.started = time.monotonic()
         self.save_took, self.rows, self.checkpoint = 0.0, [], None
+        self.may_be_long = trainer.device.type == "cpu" and ranks.RANK == 0
         if args.resume and (self.folder / "checkpoint.pt").exists():
             self.checkpoint = self._read(self.folder / "checkpoint.pt")
             self.rows = self.checkpoint["rows"]
@@ -95,6 +97,13 @@ class Run:
     def _tick(self, share: float) -> None:
         """Moves the progress bar by this share of a round, but never past the end of the present round."""
         self.bar.update(min(share, self.t - self.bar.n))
+        seconds, done = time.monotonic() - self.started, self.bar.n - self.bar.initial
+        if self.may_be_long and seconds > 20 and done > 0:
+            self.may_be_long = False
+            hours = seconds / 3600 * (self.bar.total - self.bar.initial) / done
+            if hours > LONG:
+                text = f"at this speed the run takes about {hours:.0f} hours; with --small it takes minutes, see --help"
+                self.bar.write(text, file=sys.stderr)
 
     def evaluate(self, model: nn.Module, w: Tensor, clients: Clients, selected: Tensor) -> dict[str, float]:
         """This round's accuracies of the model with weights w, by column; an empty dict if none is due.

@@ -13,7 +13,7 @@ from torch import Tensor
 from common import UserError, random_at
 from common.data import Dataset
 
-MIN_SIZE = 10  # every client of a Dirichlet split has at least this many samples
+MIN_SIZE = 10  # every client has at least this many samples
 HELD_OUT = {"dirichlet": 0.2, "iid": 0.2, "speaker": 0.1, "domain": 0.1, "silos": 0.2}  # share kept for testing
 
 
@@ -247,6 +247,8 @@ def deal(
         train, test = hold_out(parts, HELD_OUT[partition], random_at(seed, "held out"), gap)
     if not all(len(a) and len(b) for a, b in zip(train, test, strict=True)):
         raise UserError("a client has no samples to train on, or none to hold out: lower --clients, or --silos")
+    if (smallest := min(len(a) + len(b) for a, b in zip(train, test, strict=True))) < MIN_SIZE:
+        raise UserError(f"a client would have {smallest} samples, and needs {MIN_SIZE}: lower --clients, or --silos")
     if partition == "speaker" and test_domain is None:
         ood = ood[torch.isin(data.domain[ood], torch.stack([data.domain[samples[0]] for samples in train]))]
 

@@ -50,13 +50,31 @@ EXPERIMENTS = {  # folder in results/ -> command without the seed
     "wu/cifar10-weighting/size": f"entropy_weighting.py {WU} --weighting size",
     "wu/cifar10-weighting/equal": f"entropy_weighting.py {WU} --weighting equal",
 }
-SEEDS = range(3)
+SELECTIONS = ["fedavg", "entropy_weighting", "minimax_select", "convex_hull_select"]
+DATA = {"mnist": "mnist", "cifar10": "cifar10", "pacs": "data/PACS96"}
+EXPERIMENTS |= {
+    **{f"small/{d}/{m}": f"{m}.py --dataset {DATA[d]} --small" for d in DATA for m in SELECTIONS},
+    **{f"small/{d}/uefl": f"uefl.py --dataset {DATA[d]} --small" for d in DATA},
+    "small/mnist/fediir": "fediir.py --dataset mnist --test-domain 75 --small",
+    "small/pacs/fediir": "fediir.py --dataset data/PACS96 --test-domain sketch --small",
+    "small/shakespeare/minimax_select": "minimax_select.py --dataset shakespeare --small",
+    "small/shakespeare/convex_hull_select": "convex_hull_select.py --dataset shakespeare --small",
+}
+SEEDS = {"small": range(1), "wu/cifar10-weighting": range(5)}  # of experiments that begin like this; else range(3)
 
 
 def is_done(name: str, seed: int) -> bool:
     """Whether results/ has this run, made by this program."""
     file = RESULTS / name / str(seed) / "args.json"
     return file.exists() and "commit" in json.loads(file.read_text())
+
+
+def keep(folder: Path, result: Path, commit: str) -> None:
+    """Copies what results/ keeps of the run in this folder."""
+    result.mkdir(parents=True, exist_ok=True)
+    shutil.copy(folder / "metrics.csv", result)
+    about = json.loads((folder / "args.json").read_text())
+    (result / "args.json").write_text(json.dumps({**about, "commit": commit}, indent=1) + "\n")
 
 
 def finish(name: str, seed: int) -> None:
@@ -70,10 +88,9 @@ def finish(name: str, seed: int) -> None:
         print(shlex.join(words), file=log, flush=True)
         subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=log, stdout=log)
     if (folder / "model.pt").exists():
-        result.mkdir(parents=True, exist_ok=True)
-        shutil.copy(folder / "metrics.csv", result)
-        about = json.loads((folder / "args.json").read_text())
-        (result / "args.json").write_text(json.dumps({**about, "commit": commit}, indent=1) + "\n")
+        keep(folder, result, commit)
+        if (folder / "fedavg").exists():  # which the method trains for comparison
+            keep(folder / "fedavg", RESULTS / f"{name}-fedavg" / str(seed), commit)
         print(f"{name} {seed}: done")
     else:
         print(f"{name} {seed}: did not finish; see {WORK / 'log.txt'}")
@@ -84,7 +101,8 @@ def main() -> None:
     WORK.mkdir(parents=True, exist_ok=True)
     beginnings = sys.argv[1:] or [""]
     names = [name for begin in beginnings for name in EXPERIMENTS if name.startswith(begin)]
-    todo = [(name, seed) for seed in SEEDS for name in dict.fromkeys(names) if not is_done(name, seed)]
+    seeds = {name: next((SEEDS[begin] for begin in SEEDS if name.startswith(begin)), range(3)) for name in names}
+    todo = [(name, seed) for seed in range(5) for name in seeds if seed in seeds[name] and not is_done(name, seed)]
     with ThreadPoolExecutor(2) as two:
         list(two.map(lambda one: finish(*one), todo))
 

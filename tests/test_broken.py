@@ -144,7 +144,7 @@ def test_a_hundred_thousand_brackets_are_refused(tmp_path):
 
 
 def test_label_noise_needs_two_classes(launched, tmp_path):
-    draw_images(tmp_path / "pets", classes=("cat",))
+    draw_images(tmp_path / "pets", classes=("cat",), n=24)
     code, said = launched(fedavg, f"{TINY} --dataset pets --label-noise 1 1 --out r")
     assert code == 2 and "--label-noise needs two classes" in said
 

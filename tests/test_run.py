@@ -1,5 +1,6 @@
 import ast
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import fedavg
 import fediir
 import minimax_select
 import uefl
-from common import flags, run
+from common import UserError, flags, run
 
 ROOT = Path(__file__).parent.parent
 CUTS = {
@@ -356,3 +357,26 @@ def test_fediirs_pieces_run_alone():
     x, y = torch.randn(5, 3), torch.randint(2, (5,))
     risk, g = gradient_of(classifier, features(x), y)
     assert loss(features, classifier, x, y, average(0 * g, g, 0.0), 1.0).item() == pytest.approx(risk.item())
+
+
+@pytest.mark.parametrize("method", [fedavg, entropy_weighting, minimax_select, convex_hull_select, fediir, uefl])
+def test_small_changes_only_what_its_cut_names(method):
+    parse = functools.partial(flags.parse, method.__doc__, method.SETTINGS, method.own_flags)
+    for name, cut in method.SETTINGS["small"].items():
+        name = "." if name == "folder" else name
+        full, small = vars(parse(["--dataset", name])), vars(parse(["--dataset", name, "--small"]))
+        assert {flag for flag in full if full[flag] != small[flag]} <= {"small", *cut}
+        assert small.items() >= cut.items()
+        assert parse(["--dataset", name, "--small", "--rounds", "7"]).rounds == 7
+    with pytest.raises(UserError, match="--small: there is no cut for glyphs"):
+        parse(["--small"])
+
+
+@pytest.mark.parametrize(("seconds", "warns"), [(1, 0), (100, 1)])
+def test_a_run_that_will_take_hours_says_so_once(start, monkeypatch, capsys, seconds, warns):
+    """Each reading of the clock takes this many seconds: the run of 300 rounds then takes some minutes, or hours."""
+    ticks = itertools.count(0, seconds)
+    monkeypatch.setattr(run.time, "monotonic", lambda: next(ticks))
+    start(fedavg, "--model cnn --width 0.1 --partition iid --clients 2 --participating 2 --sample 1 --local-epochs 1 "
+          "--batch-size 60 --evaluate-every 300 --rounds 300 --out run")  # fmt: skip
+    assert capsys.readouterr().err.count("with --small it takes minutes") == warns

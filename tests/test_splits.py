@@ -169,8 +169,15 @@ def test_the_participating_clients_come_first_and_are_those_of_the_draw(tiny, pa
 
 
 def test_more_participating_clients_than_clients_are_refused(tiny):
-    with pytest.raises(UserError, match="--participating 41 is more than the 40 clients"):
-        deal(tiny, 0, "iid", clients=40, participating=41)
+    with pytest.raises(UserError, match="--participating 13 is more than the 12 clients"):
+        deal(tiny, 0, "iid", clients=12, participating=13)
+
+
+@pytest.mark.parametrize("partition", ["iid", "domain"])
+def test_clients_of_less_than_ten_samples_are_refused(tiny, partition):
+    assert len(deal(tiny, 0, partition, clients=12).train) == 12
+    with pytest.raises(UserError, match="a client would have [89] samples, and needs 10: lower --clients"):
+        deal(tiny, 0, partition, clients=13)
 
 
 @pytest.mark.parametrize(("partition", "clients", "m"), [("iid", 10, 4), ("iid", 1, 1), ("domain", 6, 6)])
