@@ -10,14 +10,21 @@ line. FOLDER holds one folder per row, and in it one run per seed. It may also h
     <!-- table FOLDER id_accuracy ood_accuracy last=5 against=random -->
     <!-- curves FOLDER ood_accuracy -->                 the next line links to the picture
     <!-- hull FOLDER/row/seed -->                       the same, for one run of convex_hull_select.py
+    <!-- claims FILE.csv -->                            a table of claims, each with the mean of its paired differences
+    <!-- pairs FILE.csv -->                             the next line links to a picture of these differences
 
 last=N averages each run over its last N evaluations (default: 5). best=COLUMN takes the evaluation with the largest
 value in that column. until=N uses only the first N rounds.
+
+A claim compares two rows of a folder, `row` and `against`, in one column. It takes their difference for each seed that
+both have, and gives the mean of these differences with its 95 % interval (Student's t).
 
 The verdict is about the last column. Its first word compares us with the paper: "within" means that we differ by at
 most the paper's standard deviation, else it is "above" or "below". The rest compares us with the row named by against=.
 "level" means that we differ by at most the larger of our two standard deviations. Else it says whether our difference
 has the sign of the paper's. With one seed each, it only gives the difference.
+
+The column `runs` gives the seeds and the commit that ran them, if results/experiments.py recorded it.
 
 A run with fewer rounds than its --rounds is unfinished, and its row says so. UEFL trains for --rounds and then for
 --later-rounds, so this finds a UEFL run that stopped in its first iteration, but not one that stopped later.
@@ -39,6 +46,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from scipy.stats import t as student
 
 from common import UserError, first_line, flags, plots, run
 
@@ -46,7 +54,7 @@ MEASURES = {  # column of metrics.csv -> its name in tables; accuracies are in p
     "id_accuracy": "ID", "ood_accuracy": "OOD", "mA": "mA", "mE": "mE", "mP": "mP", "train_loss": "training loss",
 }  # fmt: skip
 NOT_COMPARED = ("seed", "out", "resume", "device", "data_dir", "compare")
-MARK = re.compile(r"<!-- (table|curves|hull) (\S+)(.*) -->")
+MARK = re.compile(r"<!-- (table|curves|hull|claims|pairs) (\S+)(.*) -->")
 WIDTH = 99  # characters of a printed row, at most
 
 
@@ -61,6 +69,7 @@ class Recorded:
     method: str
     flags: dict
     rows: list[dict]
+    commit: str = ""
 
     @property
     def compared(self) -> dict:
@@ -91,9 +100,10 @@ class Runs:
         return [one.flags["seed"] for one in self.runs]
 
     def label(self, until: int = sys.maxsize) -> str:
-        """The seeds, and which of the runs are unfinished."""
-        unfinished = ", ".join(filter(None, (one.unfinished(until) for one in self.runs)))
-        return f"seed{'s' * (len(self.runs) > 1)} {', '.join(map(str, self.seeds))}{unfinished and f' ({unfinished})'}"
+        """The seeds, the commits that ran them if they are known, and which of the runs are unfinished."""
+        notes = dict.fromkeys([one.commit for one in self.runs] + [one.unfinished(until) for one in self.runs])
+        note = ", ".join(filter(None, notes))
+        return f"seed{'s' * (len(self.runs) > 1)} {', '.join(map(str, self.seeds))}{note and f' ({note})'}"
 
     def numbers(self, column: str, last: int = 5, best: str | None = None, until: int = sys.maxsize) -> np.ndarray:
         """One number per run, from its rounds up to `until`; nan if the run has none.
@@ -127,7 +137,7 @@ def read(folder: Path) -> Recorded:
     method, name = about["method"], str(about.get("name") or "")
     if name.lower() not in ("", method):  # FedAvg, which fediir.py and uefl.py train for comparison
         method = f"{name} beside {method}"
-    return Recorded(folder, method, of_run, read_metrics(folder / "metrics.csv"))
+    return Recorded(folder, method, of_run, read_metrics(folder / "metrics.csv"), str(about.get("commit") or ""))
 
 
 def read_metrics(file: Path) -> list[dict]:
@@ -210,7 +220,7 @@ def show(numbers: np.ndarray, column: str) -> str:
     """mean ± standard deviation, as tables show it."""
     if np.isnan(numbers).any():
         return ""
-    digits = 1 if in_percent(column) or column == "vertices" else 3
+    digits = 1 if in_percent(column) else {"vertices": 1, "seconds": 0}.get(column, 3)
     text = f"{numbers.mean():.{digits}f}"
     return text if len(numbers) == 1 else f"{text} ± {spread(numbers):.{digits}f}"
 
@@ -286,6 +296,77 @@ def markdown(folder: Path, columns: list[str], against: str = "", **options) -> 
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
+@dataclass
+class Claim:
+    """A line of a file of claims.
+
+    words        the columns of the file: claim, paper, test, answer, cut, page
+    column       of metrics.csv
+    differences  one number per seed that both rows have; points for an accuracy
+    """
+
+    words: dict[str, str]
+    column: str
+    differences: np.ndarray
+
+    def effect(self) -> str:
+        """The mean difference with its 95 % interval and the number of seeds."""
+        n, unit = len(self.differences), " points" if in_percent(self.column) else " nats"
+        if n < 2:
+            return f"{self.differences[0]:+.2f}{unit} (1 seed)" if n else ""
+        half = student.ppf(0.975, n - 1) * spread(self.differences) / n**0.5
+        mean, low, high = (f"{x:+.2f}" for x in (self.differences.mean() + half * np.array([0, -1, 1])))
+        return f"{mean}{unit}, 95 % interval {low} to {high} ({n} seeds)"
+
+
+def read_claims(file: Path) -> list[Claim]:
+    """The claims of this file. Its columns folder, row, against, column and last say which runs to compare."""
+    with file.open(encoding="utf-8") as f:
+        lines, claims = list(csv.DictReader(f)), []
+    for line in lines:
+        differences = []
+        if line["row"]:
+            found, options = rows_of(file.parent / line["folder"]), {"last": int(line["last"])}
+            row, base = found[line["row"]], found[line["against"]]
+            numbers = [dict(zip(one.seeds, one.numbers(line["column"], **options), strict=True)) for one in (row, base)]
+            differences = [numbers[0][seed] - numbers[1][seed] for seed in row.seeds if seed in numbers[1]]
+        claims.append(Claim(line, line["column"], np.array(differences)))
+    return claims
+
+
+def claims_table(file: Path) -> list[str]:
+    """The lines of the table of this file's claims."""
+    header = ["claim", "the paper reports", "fair test here", "answer", "effect here", "how far from the paper"]
+    lines = [header, ["---"] * len(header)]
+    for claim in read_claims(file):
+        of_claim = claim.words
+        test = f"[{of_claim['test']}]({of_claim['page']})"
+        lines.append([of_claim["claim"], of_claim["paper"], test, of_claim["answer"], claim.effect(), of_claim["cut"]])
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def draw_pairs(file: Path, claims: list[Claim]) -> None:
+    """The paired differences of each claim, seed by seed, around zero: one panel per unit."""
+    tested = [claim for claim in claims if len(claim.differences)]
+    panels = {
+        "difference of accuracies (points)": [claim for claim in tested if in_percent(claim.column)],
+        "difference of uncertainties (nats); lower is better": [claim for claim in tested if claim.column == "mE"],
+    }
+    heights = [max(1, len(of_panel)) for of_panel in panels.values()]
+    with matplotlib.rc_context(plots.STYLE):
+        figure = Figure(figsize=(7.6, 1.3 + 0.42 * sum(heights)))
+        all_axes = figure.subplots(len(panels), 1, height_ratios=heights)
+        for axes, (title, of_panel) in zip(all_axes, panels.items(), strict=True):
+            axes.axvline(0, color="0.5", lw=0.9)
+            for y, claim in enumerate(of_panel):
+                axes.plot(claim.differences, [y] * len(claim.differences), "o", mfc="none", color=plots.COLOURS[0])
+                axes.plot(claim.differences.mean(), y, "|", ms=14, mew=2, color=plots.COLOURS[1])
+            axes.set(xlabel=title, ylim=(len(of_panel) - 0.5, -0.5))
+            axes.set_yticks(range(len(of_panel)), [claim.words["label"] for claim in of_panel])
+        figure.suptitle("circles: one seed each; bars: their mean", x=0.01, ha="left", fontsize=9)
+        figure.savefig(file, metadata={"Software": None})
+
+
 def rebuild(page: Path, draw: bool = True) -> str:
     """The page's text with new tables. With `draw`, also draws the pictures that the page marks.
 
@@ -300,10 +381,10 @@ def rebuild(page: Path, draw: bool = True) -> str:
         kind, folder, words = mark[1], page.parent / mark[2], mark[3].split()
         columns = [word for word in words if "=" not in word]
         try:
-            if kind == "table":
+            if kind in ("table", "claims"):
                 options: dict = dict(word.split("=") for word in words if "=" in word)
                 options |= {name: int(options[name]) for name in ("last", "until") if name in options}
-                built += markdown(folder, columns, **options)
+                built += claims_table(folder) if kind == "claims" else markdown(folder, columns, **options)
                 while next(lines, ""):  # the old table ends with an empty line
                     pass
                 built.append("")
@@ -322,7 +403,10 @@ def rebuild(page: Path, draw: bool = True) -> str:
 
 def draw_again(kind: str, folder: Path, columns: list[str], picture: Path) -> None:
     """Draws the picture of a mark of this kind from the runs in the folder."""
-    if kind == "curves":
+    if kind == "pairs":
+        with beside(picture) as part:
+            draw_pairs(part, read_claims(folder))
+    elif kind == "curves":
         with beside(picture) as part:
             bands(part, rows_of(folder), titles(columns))
     elif (one := read(folder)).rows and "points" in one.rows[0]:  # older runs keep their picture

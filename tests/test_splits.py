@@ -176,7 +176,7 @@ def test_more_participating_clients_than_clients_are_refused(tiny):
 @pytest.mark.parametrize("partition", ["iid", "domain"])
 def test_clients_of_less_than_ten_samples_are_refused(tiny, partition):
     assert len(deal(tiny, 0, partition, clients=12).train) == 12
-    with pytest.raises(UserError, match="a client would have [89] samples, and needs 10: lower --clients"):
+    with pytest.raises(UserError, match=r"a client would have [89] samples, and needs 10: lower --clients"):
         deal(tiny, 0, partition, clients=13)
 
 
