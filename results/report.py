@@ -311,22 +311,23 @@ class Claim:
 
     def effect(self) -> str:
         """The mean difference with its 95 % interval and the number of seeds."""
-        n, unit = len(self.differences), " points" if in_percent(self.column) else " nats"
+        n, digits, unit = len(self.differences), *((1, "points") if in_percent(self.column) else (3, "nats"))
         if n < 2:
-            return f"{self.differences[0]:+.2f}{unit} (1 seed)" if n else ""
+            return f"{self.differences[0]:+.{digits}f} {unit} (1 seed)" if n else ""
         half = student.ppf(0.975, n - 1) * spread(self.differences) / n**0.5
-        mean, low, high = (f"{x:+.2f}" for x in (self.differences.mean() + half * np.array([0, -1, 1])))
-        return f"{mean}{unit}, 95 % interval {low} to {high} ({n} seeds)"
+        mean, low, high = (f"{x:+.{digits}f}" for x in (self.differences.mean() + half * np.array([0, -1, 1])))
+        return f"{mean} {unit}, 95 % interval {low} to {high} ({n} seeds)"
 
 
 def read_claims(file: Path) -> list[Claim]:
-    """The claims of this file. Its columns folder, row, against, column and last say which runs to compare."""
+    """The claims of this file. Its columns folder, row, against, column, last and best say what to compare."""
     with file.open(encoding="utf-8") as f:
         lines, claims = list(csv.DictReader(f)), []
     for line in lines:
         differences = []
         if line["row"]:
-            found, options = rows_of(file.parent / line["folder"]), {"last": int(line["last"])}
+            found = rows_of(file.parent / line["folder"])
+            options = {"last": int(line["last"]), "best": line["best"] or None}
             row, base = found[line["row"]], found[line["against"]]
             numbers = [dict(zip(one.seeds, one.numbers(line["column"], **options), strict=True)) for one in (row, base)]
             differences = [numbers[0][seed] - numbers[1][seed] for seed in row.seeds if seed in numbers[1]]
@@ -352,10 +353,11 @@ def draw_pairs(file: Path, claims: list[Claim]) -> None:
         "difference of accuracies (points)": [claim for claim in tested if in_percent(claim.column)],
         "difference of uncertainties (nats); lower is better": [claim for claim in tested if claim.column == "mE"],
     }
-    heights = [max(1, len(of_panel)) for of_panel in panels.values()]
+    panels = {title: of_panel for title, of_panel in panels.items() if of_panel}
+    heights = [len(of_panel) for of_panel in panels.values()]
     with matplotlib.rc_context(plots.STYLE):
         figure = Figure(figsize=(7.6, 1.3 + 0.42 * sum(heights)))
-        all_axes = figure.subplots(len(panels), 1, height_ratios=heights)
+        all_axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
         for axes, (title, of_panel) in zip(all_axes, panels.items(), strict=True):
             axes.axvline(0, color="0.5", lw=0.9)
             for y, claim in enumerate(of_panel):

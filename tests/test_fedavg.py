@@ -111,3 +111,8 @@ def test_the_accuracies_are_those_of_the_saved_model(start, tiny):
     ):
         right = [model(tiny.x[i : i + 1].float() / 127.5 - 1).argmax().item() == tiny.y[i].item() for i in samples]
         assert math.isclose(float(last[column]), sum(right) / len(right), abs_tol=1e-5)
+
+
+def test_of_nine_clients_four_participate_and_two_are_sampled(start):
+    cut = "--model cnn --width 0.1 --partition iid --clients 9 --rounds 1 --local-epochs 1 --out run"
+    assert len(rows(start(fedavg, cut) / "run")[0]["selected"].split()) == 2

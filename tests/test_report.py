@@ -281,6 +281,23 @@ def test_the_hull_is_drawn_from_the_rows(tmp_path):
     assert (tmp_path / "hull.gif").read_bytes()[:3] == b"GIF"
 
 
+def test_a_claim_is_the_mean_of_the_paired_differences(page, tmp_path, capsys):
+    """By hand: the last accuracies of hull and random differ by 0.8 - 0.5 and 0.7 - 0.5, so by 30 and 20 points.
+
+    The interval is 25 +- 12.706 * sqrt(50) / sqrt(2) = 63.5, because t with 1 degree of freedom has 12.706 at 97.5 %.
+    A third seed of hull has no partner.
+    """
+    make_run(tmp_path / "runs" / "hull" / "2", [0.0], seed=2)
+    header = "label,claim,paper,test,answer,folder,row,against,column,last,best,cut,page\n"
+    line = "a,Hull beats random,42,as many clients,holds,runs,hull,random,id_accuracy,1,,short,page.md\n"
+    (tmp_path / "claims.csv").write_text(header + line + "b,Other,,,not tested,,,,,,,,\n")
+    page.write_text("<!-- claims claims.csv -->\n\n<!-- pairs claims.csv -->\n![pairs](pairs.png)\n")
+    lines = report.rebuild(page).splitlines()
+    effect = "+25.0 points, 95 % interval -38.5 to +88.5 (2 seeds)"
+    assert lines[3] == f"| Hull beats random | 42 | [as many clients](page.md) | holds | {effect} | short |"
+    assert "not tested" in lines[4] and (tmp_path / "pairs.png").exists()
+
+
 def test_a_copied_run_does_not_count_twice(tmp_path):
     make_run(tmp_path / "one", [0.5])
     shutil.copytree(tmp_path / "one", tmp_path / "copy")

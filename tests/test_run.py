@@ -380,3 +380,12 @@ def test_a_run_that_will_take_hours_says_so_once(start, monkeypatch, capsys, sec
     start(fedavg, "--model cnn --width 0.1 --partition iid --clients 2 --participating 2 --sample 1 --local-epochs 1 "
           "--batch-size 60 --evaluate-every 300 --rounds 300 --out run")  # fmt: skip
     assert capsys.readouterr().err.count("with --small it takes minutes") == warns
+
+
+@pytest.mark.parametrize("method", [entropy_weighting, minimax_select, convex_hull_select])
+def test_on_a_folder_fedavg_has_the_defaults_of_the_method_it_is_compared_with(method):
+    baseline, theirs = (
+        vars(flags.parse(m.__doc__, m.SETTINGS, m.own_flags, ["--dataset", "."])) for m in (fedavg, method)
+    )
+    own = {"selection", "weighting", "server_lr"}
+    assert {flag: value for flag, value in baseline.items() if flag not in own}.items() <= theirs.items()
