@@ -51,7 +51,7 @@ EXPERIMENTS = {  # folder in results/ -> command without the seed
     "wu/cifar10-weighting/equal": f"entropy_weighting.py {WU} --weighting equal",
 }
 # FedIIR at the authors' strength: their penalty has no factor 1/2, so our gamma is twice theirs. At a quarter of the
-# width, gamma 0.17 gives the penalty the share of the gradient at the start that 0.02 gives it at full width: 6 percent.
+# width, gamma 0.17 gives the penalty the share of the gradient at the start that 0.02 gives it at full width: 6 %.
 ROTATED = "fediir.py --dataset mnist --momentum 0.9 --evaluate-every 10"
 NOISE = "--label-noise 0.3 0.5"
 EXPERIMENTS |= {
@@ -59,8 +59,8 @@ EXPERIMENTS |= {
     **{f"fediir/narrow-gamma/{g}": f"{ROTATED} --test-domain 75 --width 0.25 --gamma {g} --no-compare"
        for g in (0.017, 0.054, 0.54, 1.7)},
     "fediir/wide-75/fediir": f"{ROTATED} --test-domain 75 --gamma 0.02",
-    **{f"wu/glyphs-noise/{name}{row}": f"{m}.py {flags}" for name, m in (("hull", "convex_hull_select"),
-       ("minimax", "minimax_select")) for row, flags in (("-clean", ""), ("", NOISE), ("-trim", f"{NOISE} --trim 0.2"))},
+    **{f"wu/glyphs-noise/{m}{row}": f"{m}_select.py {flags}" for m in ("convex_hull", "minimax")
+       for row, flags in {"-clean": "", "": NOISE, "-trim": f"{NOISE} --trim 0.2"}.items()},
     "uefl/mnist-raw/uefl": f"results/raw_inputs.py --no-compare {MNIST} {CODEBOOK} --rounds 3 --later-rounds 2"
                            " --iterations 5 --no-token-norm",
     "uefl/mnist-raw/fedavg": f"results/raw_inputs.py --codebook-size 0 {MNIST} --rounds 11 --no-token-norm",
