@@ -10,9 +10,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import uefl  # noqa: E402
-from common import run  # noqa: E402
-from common.train import Trainer  # noqa: E402
+import uefl
+from common import run
+from common.train import Trainer
 
 scaled = Trainer.batch
 
