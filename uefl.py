@@ -446,9 +446,10 @@ def main(argv: list[str] | None = None) -> None:
     kinds = [domain for domain in dict.fromkeys(domains) if domain]
     for name, last in ((name, log.rows[-1]) for name, log in runs.items()):
         of = {kind: [a for a, d in zip(last["accuracies"], domains, strict=True) if d == kind] for kind in kinds}
-        rows.append([name, last["mA"], last["mE"], last["mP"], *(sum(a) / len(a) for a in of.values())])
+        ood = [] if last["ood_accuracy"] is None else [last["ood_accuracy"]]
+        rows.append([name, last["mA"], last["mE"], last["mP"], *ood, *(sum(a) / len(a) for a in of.values())])
     title = f"{data.name}: {len(domains)} clients, {state['round']} rounds; right columns: accuracy by domain"
-    run.table(title, ["", "mA", "mE", "mP", *kinds], rows)
+    run.table(title, ["", "mA", "mE", "mP", *(["OOD"] if ood else []), *kinds], rows)
     print("mA: mean accuracy, mE: mean entropy in nats, mP: mean codebook perplexity, over clients")
     print(f"metrics, models and pictures are in {folder}")
 

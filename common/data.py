@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -178,16 +179,16 @@ def image_folder(folder: Path, cache: Path, image_size: int) -> Dataset:
         part, name = file.parts[-3:-1]
         part = part.lower() if part.lower() in ("train", "test") else part
         found.setdefault(part, {}).setdefault(name, []).append(file)
-    empty = set(folder.glob("[!.]*/[!.]*")) - {file.parent for file in images} - runs
-    if left_out := sorted({*files, *empty} - set(images)):
-        print(f"{folder}: left out {len(left_out)} files and folders without an image: {left_out[0]}", file=sys.stderr)
+    empty = {place for place in folder.glob("[!.]*/[!.]*") if place.is_dir()} - {file.parent for file in images} - runs
+    left_out = [file.suffix or file.name for file in files if file.suffix.lower() not in IMAGES]
+    if left_out := Counter([*left_out, *(f"{place.relative_to(folder)}/ without an image" for place in empty)]):
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(left_out.items()))
+        print(f"{folder}: left out {kinds}", file=sys.stderr)
     if not found:
         raise UserError(f"{folder} holds no images as train/<class>/*, test/<class>/* or <domain>/<class>/*")
     classes, has_test = sorted(set().union(*found.values())), "test" in found or "train" in found
     if has_test and set(found) != {"train", "test"}:
-        raise UserError(
-            f"{folder} holds {', '.join(found)}: beside train/ there must be test/, and nothing else; rename or move it"
-        )
+        raise UserError(f"{folder} holds {', '.join(found)}: beside train/ there must be test/, and no other folder")
     if has_test and (odd := set(found["train"]) ^ set(found["test"])):
         raise UserError(f"{folder}: {', '.join(sorted(odd))} has images in only one of train/ and test/")
     if sum(map(len, found.values())) < len(found) * len(classes) / 2:  # NICO's contexts differ from class to class
@@ -260,7 +261,8 @@ def _decode(files: list[Path], image_size: int) -> Tensor:
         for i, image in enumerate(images):
             x[i] = torch.from_numpy(image)
     if stretched:
-        print(f"{len(stretched)} images that are not square are stretched: {stretched[0]}", file=sys.stderr)
+        print(f"{len(stretched)} images are not square and are stretched: crop them if this matters; the first is "
+              f"{min(stretched)}", file=sys.stderr)  # fmt: skip
     return x.permute(0, 3, 1, 2).contiguous()
 
 

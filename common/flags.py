@@ -79,7 +79,8 @@ def _shared_flags(group: Callable) -> None:
         " the paper's silos in uefl.py, else dirichlet)")  # fmt: skip
     add("--dirichlet", type=positive, default=0.1, metavar="ALPHA", idle_if=only_for("dirichlet"),
         help="concentration of the label skew; a smaller one gives more skew")  # fmt: skip
-    add("--clients", type=at_least(1), help="N, all clients (default: 100; with --partition domain, one per domain)",
+    add("--clients", type=at_least(1), help="N, all clients (default: 100, or fewer on small data; with --partition"
+        " domain, one per domain)",
         idle_if=lambda a: a.partition == "silos" and "--silos says how many there are")  # fmt: skip
     add("--participating", type=at_least(1), help="M, clients that may train (default: 40 percent; all with domain)",
         idle_if=lambda a: a.partition == "silos" and "all silos participate")  # fmt: skip
@@ -221,6 +222,8 @@ def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Cl
     device = train.pick_device(args.device)
     args.precision = train.pick_precision(args.precision, device)
     dataset = load(args)
+    if len(dataset.classes) < 2:
+        raise UserError(f"{dataset.name} has only one class, {dataset.classes[0]}: at least two are needed")
     clients = splits.deal(
         dataset, args.seed, args.partition, alpha=args.dirichlet, clients=args.clients,
         participating=args.participating, test_domain=args.test_domain, silos_per_domain=args.silos,
@@ -228,8 +231,6 @@ def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Cl
     )  # fmt: skip
     m = clients.participating
     if args.label_noise:
-        if len(dataset.classes) < 2:
-            raise UserError(f"--label-noise needs two classes or more, and {dataset.name} has one")
         rng = random_at(args.seed, "label noise")
         dataset.y = splits.symmetric_noise(dataset.y, clients.train, *args.label_noise, len(dataset.classes), rng)
     if args.sample is None:
@@ -242,7 +243,22 @@ def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Cl
         dataset, device, seed=args.seed, epochs=args.local_epochs, batch_size=args.batch_size, lr=args.lr,
         optimizer=args.optimizer, momentum=args.momentum, precision=args.precision,
     )  # fmt: skip
+    print(about(args, dataset, clients))
     return dataset, clients, model, trainer
+
+
+def about(args: argparse.Namespace, dataset: data.Dataset, clients: Clients) -> str:
+    """What this run works on, in one line."""
+
+    def some(names: list[str]) -> str:
+        return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+
+    domains = f", {len(dataset.domains)} domains ({some(dataset.domains)})" if dataset.domains else ""
+    return (
+        f"{dataset.name}: {len(dataset.x)} samples, {len(dataset.classes)} classes ({some(dataset.classes)}){domains}; "
+        f"{len(clients.train)} clients (--partition {args.partition}), {clients.participating} participate; "
+        f"ID on {len(clients.held_out)} samples, OOD on {len(clients.ood)}"
+    )
 
 
 def initial_model(

@@ -150,8 +150,8 @@ def assumption(file: Path, cosines: Tensor, divergence: Tensor, rows: Rows) -> N
     with drawn(file, 7.0, 3.2) as figure:
         pairs, rounds = figure.subplots(1, 2)
         pairs.plot(divergence[upper], cosines[upper], ".", ms=3, alpha=0.5, color=COLOURS[0])
-        pairs.set(title="pairs of clients, after the last round", xlabel="divergence of their labels (nats)",
-                  ylabel="cosine of their latest updates")  # fmt: skip
+        pairs.set(title="the assumption: with different labels,\nupdates point in different directions",
+                  xlabel="divergence of their labels (nats)", ylabel="cosine of their latest updates")  # fmt: skip
         rounds.plot(*np.array(of_round).reshape(-1, 2).T, color=COLOURS[0])
         rounds.axhline(0, color="0.5", ls=":", lw=0.9)
         rounds.set(title="rank correlation of the two\n(-1: the assumption holds for all pairs)", xlabel="round",
@@ -236,6 +236,9 @@ def alignment(file: Path, cosines: Mapping[str, Tensor], domains: Sequence[str],
             others = matrix[~np.eye(len(matrix), dtype=bool)]
             mean = others.mean() if len(others) else 1
             axes.set(title=f"{title}\nmean {mean:.2f}", xlabel="clients, by domain")
+            for start in starts[1:]:  # lines between the domains
+                axes.axhline(start - 0.5, color="black", lw=0.5)
+                axes.axvline(start - 0.5, color="black", lw=0.5)
             axes.set_xticks(starts, [])
             axes.set_yticks(starts, [domains[i] for i in starts] if axes is all_axes[0] else [])
         figure.colorbar(image, ax=all_axes, label="cosine of classifier gradients")
@@ -244,6 +247,8 @@ def alignment(file: Path, cosines: Mapping[str, Tensor], domains: Sequence[str],
 def uefl_curves(file: Path, runs: Mapping[str, Rows]) -> None:
     """UEFL's three measures. Dotted lines show where the first run extended its codebook."""
     panels = {"mean accuracy mA": ["mA"], "mean uncertainty mE (nats)": ["mE"], "codebook perplexity mP": ["mP"]}
+    if next(iter(runs.values()))[-1]["ood_accuracy"] is not None:
+        panels["OOD accuracy"] = ["ood_accuracy"]
     ends = _iteration_ends(next(iter(runs.values())))
     curves(file, runs, panels, [row["round"] for row in ends[:-1]])
 

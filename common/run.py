@@ -189,10 +189,10 @@ class Run:
 
     def report(self, title: str) -> None:
         """Prints how the run ended: its last evaluation, and the mean of its last five."""
-        columns = COLUMNS[2:5]
         evaluated = [row for row in self.rows if row["id_accuracy"] is not None]
+        columns = [column for column in COLUMNS[2:5] if evaluated[-1][column] is not None]
         numbers = [[row[c] for c in columns] for row in evaluated[-5:]]
-        mean = [None if None in column else sum(column) / len(column) for column in zip(*numbers, strict=True)]
+        mean = [sum(column) / len(column) for column in zip(*numbers, strict=True)]
         rows = [[f"round {evaluated[-1]['round']}", *numbers[-1]], [f"mean of last {len(numbers)}", *mean]]
         table(f"{self.name}: {title}", ["", *(c.replace("_", " ") for c in columns)], rows)
         print("ID: held-out samples of the participating clients; OOD: the test set, or the domain left out")

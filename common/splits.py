@@ -14,6 +14,7 @@ from common import UserError, random_at
 from common.data import Dataset
 
 MIN_SIZE = 10  # every client has at least this many samples
+USUAL_SIZE = 30  # of small data sets: the default number of clients gives each at least this many samples, on average
 HELD_OUT = {"dirichlet": 0.2, "iid": 0.2, "speaker": 0.1, "domain": 0.1, "silos": 0.2}  # share kept for testing
 
 
@@ -190,7 +191,7 @@ def deal(
 ) -> Clients:  # fmt: skip
     """The clients of a run.
 
-    partition         dirichlet, iid: divide the training samples among `clients` (default 100)
+    partition         dirichlet, iid: divide the training samples among `clients` (default 100, or fewer)
                       speaker: each of `clients` (default 100) domains is one client
                       domain: each of `clients` (default: one per domain) holds samples of one domain
                       silos: silos_per_domain[d] silos of silo_size samples from domain d, all of them participating
@@ -220,7 +221,7 @@ def deal(
     elif partition == "silos":
         ood = ood[:0]
 
-    rng, count = random_at(seed, "split"), clients or 100
+    rng, count = random_at(seed, "split"), clients or max(1, min(100, len(pool) // USUAL_SIZE))
     if (clients or 1) > len(pool):
         raise UserError(f"{len(pool)} samples are too few for {clients} clients: lower --clients")
     if partition == "silos":
@@ -248,7 +249,8 @@ def deal(
     if not all(len(a) and len(b) for a, b in zip(train, test, strict=True)):
         raise UserError("a client has no samples to train on, or none to hold out: lower --clients, or --silos")
     if (smallest := min(len(a) + len(b) for a, b in zip(train, test, strict=True))) < MIN_SIZE:
-        raise UserError(f"a client would have {smallest} samples, and needs {MIN_SIZE}: lower --clients, or --silos")
+        flag = "--silos" if partition == "silos" else "--clients"
+        raise UserError(f"a client would have {smallest} samples, and needs {MIN_SIZE}: lower {flag}, or add samples")
     if partition == "speaker" and test_domain is None:
         ood = ood[torch.isin(data.domain[ood], torch.stack([data.domain[samples[0]] for samples in train]))]
 

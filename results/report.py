@@ -457,6 +457,8 @@ def bands(file: Path, runs: Mapping[str, Runs], panels: Mapping[str, str]) -> No
 def as_typed(flag: str, value) -> str:
     """A flag with its value, as a user types it."""
     name = f"--{flag.replace('_', '-')}"
+    if value is None:
+        return f"without {name}"
     if isinstance(value, bool):  # old runs have flags like no_token_norm
         return name if value else f"--no-{name[2:]}".replace("--no-no-", "--")
     return " ".join([name, *map(str, value if isinstance(value, list) else [value])])

@@ -4,12 +4,13 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import read_rows
+from conftest import make_tiny, read_rows
 
 import convex_hull_select
 import entropy_weighting
@@ -146,7 +147,7 @@ MISTAKES = [
     (fedavg, "--pretrained weights.pt --model resnet18", "the weights of resnet18 cannot be loaded from weights.pt"),
     (fedavg, "--dataset full/notes.txt", "no speaker has the 10 samples that a training and a test part need"),
     (fedavg, "--dataset full", "holds no images"),
-    (fedavg, "--dataset mixed", "beside train/ there must be test/, and nothing else"),
+    (fedavg, "--dataset mixed", "beside train/ there must be test/, and no other folder"),
     (fedavg, "--dataset broken --partition domain", "1.png cannot be read as an image"),
     (fedavg, "--dataset plays.json", "cannot be read as plays or as LEAF's JSON"),
     (fedavg, "--resume torn", "no run to resume"),
@@ -389,3 +390,19 @@ def test_on_a_folder_fedavg_has_the_defaults_of_the_method_it_is_compared_with(m
     )
     own = {"selection", "weighting", "server_lr"}
     assert {flag: value for flag, value in baseline.items() if flag not in own}.items() <= theirs.items()
+
+
+def test_the_first_line_says_what_the_run_works_on(start, capsys):
+    start(fedavg, "--model cnn --width 0.1 --partition iid --clients 6 --rounds 1 --local-epochs 1 --out run")
+    assert capsys.readouterr().out.startswith(
+        "tiny: 180 samples, 3 classes (a, b, c), 2 domains (light, dark); 6 clients (--partition iid), 2 participate; "
+        "ID on 8 samples, OOD on 60\n"
+    )
+
+
+def test_a_table_has_no_column_for_what_was_not_measured(start, capsys, monkeypatch):
+    data = make_tiny()
+    monkeypatch.setattr("common.data.load", lambda name, *args: replace(data, test=data.test[:0]))
+    start(fedavg, "--model cnn --width 0.1 --clients 4 --rounds 1 --local-epochs 1 --out run")
+    header = capsys.readouterr().out.splitlines()[3]
+    assert header.split() == ["train", "loss", "id", "accuracy"]
