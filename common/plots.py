@@ -227,7 +227,7 @@ def alignment(file: Path, cosines: Mapping[str, Tensor], domains: Sequence[str],
     with drawn(file, 2.9 * len(cosines) + 3.4, 3.2) as figure:
         *all_axes, share = figure.subplots(1, len(cosines) + 1)
         share.plot(*zip(*[(row["round"], row["penalty_share"]) for row in rows if row["penalty_share"] is not None],
-                        strict=True))  # fmt: skip
+                        strict=True), color=COLOURS[0])  # fmt: skip
         share.set(title="the penalty's share of the gradient", xlabel="round", ylim=(0, None))
         share.xaxis.set_major_locator(MaxNLocator(integer=True))
         for axes, (title, matrix) in zip(all_axes, cosines.items(), strict=True):

@@ -71,7 +71,7 @@ SELECTIONS = ["fedavg", "entropy_weighting", "minimax_select", "convex_hull_sele
 DATA = {"mnist": "mnist", "cifar10": "cifar10", "pacs": "data/PACS96"}
 EXPERIMENTS |= {
     **{f"small/{d}/{m}": f"{m}.py --dataset {DATA[d]} --small" for d in DATA for m in SELECTIONS},
-    **{f"small/{d}/uefl": f"uefl.py --dataset {DATA[d]} --small" for d in DATA},
+    **{f"small/{d}-uefl/uefl": f"uefl.py --dataset {DATA[d]} --small" for d in DATA},
     "small/mnist/fediir": "fediir.py --dataset mnist --test-domain 75 --small",
     "small/pacs/fediir": "fediir.py --dataset data/PACS96 --test-domain sketch --small",
     "small/shakespeare/minimax_select": "minimax_select.py --dataset shakespeare --small",
