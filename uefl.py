@@ -376,7 +376,7 @@ SETTINGS = {
     "small": {
         **{name: {**CUT, "silo_size": 500, "gamma": 0.05} for name in ["mnist", "fmnist", "emnist", "gtsrb"]},
         **{name: {**CUT, "silo_size": 500, "gamma": 0.02} for name in ["cifar10", "cifar100"]},
-        "folder": {**CUT, "image_size": 32},
+        "folder": {**CUT, "image_size": 32, "local_epochs": 2},
     },
 }  # fmt: skip
 
