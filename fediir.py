@@ -185,15 +185,17 @@ def federate(args, trainer: train.Trainer, model: nn.Module, w: Tensor, clients:
     return state
 
 
-# Table 3 and section 5.1; 50 clients as in tables 8 to 11. Folders have the settings of PACS. glyphs: our choice.
+# Table 3 and section 5.1; 50 clients as in tables 8 to 11. Folders have the settings of PACS. glyphs: our choice. In a
+# narrower model, the same gamma gives a weaker penalty. So in our cuts we chose gamma by the penalty's share of the
+# gradient at the start. It is 3 %, as in the paper's setting for RotatedMNIST.
 PAPER = {"clients": 50, "local_epochs": 1, "rounds": 100}
 ROTATED = {**PAPER, "rotate": [0, 15, 30, 45, 60, 75], "test_domain": "0", "model": "convnet", "lr": 1e-2,
            "batch_size": 64, "gamma": 1e-2}  # fmt: skip
 # "small" is what --small changes: a cut of ours for two cores without a GPU.
-CUT = {"model": "convnet", "width": 0.25, "lr": 0.05, "momentum": 0.9, "batch_size": 32, "rounds": 15}
+CUT = {"model": "convnet", "width": 0.25, "lr": 0.05, "momentum": 0.9, "batch_size": 32, "gamma": 0.09, "rounds": 15}
 SETTINGS = {
     "glyphs": {**PAPER, "test_domain": "mono", "clients": 12, "model": "convnet", "width": 0.125, "lr": 0.05,
-               "momentum": 0.9, "batch_size": 32, "gamma": 1e-2, "rounds": 18, "evaluate_every": 2},
+               "momentum": 0.9, "batch_size": 32, "gamma": 0.3, "rounds": 18, "evaluate_every": 2},
     "mnist": ROTATED,
     "fmnist": ROTATED,
     "emnist": ROTATED,

@@ -58,6 +58,7 @@ EXPERIMENTS |= {
     **{f"fediir/narrow-{d}/fediir": f"{ROTATED} --test-domain {d} --width 0.25 --gamma 0.17" for d in range(0, 90, 15)},
     **{f"fediir/narrow-gamma/{g}": f"{ROTATED} --test-domain 75 --width 0.25 --gamma {g} --no-compare"
        for g in (0.017, 0.054, 0.54, 1.7)},
+    "fediir/glyphs/fediir": "fediir.py",
     "fediir/wide-75/fediir": f"{ROTATED} --test-domain 75 --gamma 0.02",
     **{f"wu/glyphs-noise/{m}{row}": f"{m}_select.py {flags}" for m in ("convex_hull", "minimax")
        for row, flags in {"-clean": "", "": NOISE, "-trim": f"{NOISE} --trim 0.2"}.items()},
