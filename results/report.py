@@ -53,6 +53,7 @@ from common import UserError, first_line, flags, plots, run
 MEASURES = {  # column of metrics.csv -> its name in tables; accuracies are in percent
     "id_accuracy": "ID", "ood_accuracy": "OOD", "mA": "mA", "mE": "mE", "mP": "mP", "train_loss": "training loss",
 }  # fmt: skip
+TITLES = {**MEASURES, "id_selected": "ID, selected", "selected_size": "n_i"}  # of the columns of the pages' tables
 NOT_COMPARED = ("seed", "out", "resume", "device", "data_dir", "compare")
 MARK = re.compile(r"<!-- (table|curves|hull|claims|pairs) (\S+)(.*) -->")
 WIDTH = 99  # characters of a printed row, at most
@@ -208,7 +209,7 @@ def paper(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def in_percent(column: str) -> bool:
-    return column == "mA" or column.endswith("accuracy")
+    return column in ("mA", "id_selected") or column.endswith("accuracy")
 
 
 def spread(numbers: np.ndarray) -> float:
@@ -220,7 +221,7 @@ def show(numbers: np.ndarray, column: str) -> str:
     """mean ± standard deviation, as tables show it."""
     if np.isnan(numbers).any():
         return ""
-    digits = 1 if in_percent(column) else {"vertices": 1, "seconds": 0}.get(column, 3)
+    digits = 1 if in_percent(column) else {"vertices": 1, "seconds": 0, "selected_size": 0}.get(column, 3)
     text = f"{numbers.mean():.{digits}f}"
     return text if len(numbers) == 1 else f"{text} ± {spread(numbers):.{digits}f}"
 
@@ -276,7 +277,7 @@ def markdown(folder: Path, columns: list[str], against: str = "", **options) -> 
         raise UserError(f"{folder} has no runs{f' of {against}' if against else ''}")
     in_paper = [c for c in columns if any(row.get(c) for row in theirs.values())]
     has_verdict = bool(in_paper or against)
-    header = ["", "runs", *(MEASURES.get(c, c) for c in columns), *(f"paper's {MEASURES.get(c, c)}" for c in in_paper)]
+    header = ["", "runs", *(TITLES.get(c, c) for c in columns), *(f"paper's {TITLES.get(c, c)}" for c in in_paper)]
     lines = [header + ["verdict"] * has_verdict, ["---"] * (len(header) + has_verdict)]
     for name in [*found, *(name for name in theirs if name not in found)]:
         paper_cells = [theirs.get(name, {}).get(c) or "" for c in in_paper]
