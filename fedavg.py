@@ -86,7 +86,7 @@ SETTINGS = {
     "folder": {**WU, "dirichlet": 0.09, "local_epochs": 3, "batch_size": 16, "lr": 0.01, "model": "resnet18"},
     "small": {
         **dict.fromkeys(["mnist", "fmnist", "emnist", "gtsrb", "cifar10", "cifar100"], IMAGES),
-        "folder": {**IMAGES, "dirichlet": 0.5, "image_size": 32, "rounds": 50},
+        "folder": {**IMAGES, "dirichlet": 0.5, "image_size": 32, "clients": 12, "rounds": 30},
         "shakespeare": {"clients": 30, "sample": 4, "local_epochs": 1, "batch_size": 32, "lr": 0.8, "rounds": 15},
     },
 }
