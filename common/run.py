@@ -97,10 +97,10 @@ class Run:
     def _tick(self, share: float) -> None:
         """Moves the progress bar by this share of a round, but never past the end of the present round."""
         self.bar.update(min(share, self.t - self.bar.n))
-        seconds, done = time.monotonic() - self.started, self.bar.n - self.bar.initial
-        if self.may_be_long and seconds > 20 and done > 0:
+        seconds = time.monotonic() - self.started
+        if self.may_be_long and seconds > 20 and self.bar.n > self.bar.initial:
             self.may_be_long = False
-            hours = seconds / 3600 * (self.bar.total - self.bar.initial) / done
+            hours = seconds / 3600 * (self.bar.total - self.bar.initial) / (self.bar.n - self.bar.initial)
             if hours > LONG:
                 text = f"at this speed the run takes about {hours:.0f} hours; with --small it takes minutes, see --help"
                 self.bar.write(text, file=sys.stderr)

@@ -22,7 +22,7 @@ LEARN = {
     entropy_weighting: SKEWED + "--rounds 12 --sample 5",
     minimax_select: SKEWED + "--rounds 12 --sample 5 --churn 0.2",
     convex_hull_select: SKEWED + "--rounds 12 --hull-dim 2 --churn 0.2",
-    fediir: DOMAINS + "--model convnet --test-domain dark --sample 5 --rounds 12 --no-compare",
+    fediir: DOMAINS + "--clients 9 --model convnet --test-domain dark --sample 5 --rounds 12 --no-compare",
     uefl: DOMAINS + "--model resblocks --partition domain --lr 0.01 --codebook-size 8 --segments 1 --rounds 6 "
     "--sample 5 --later-rounds 3 --iterations 2 --no-compare",
 }
@@ -71,7 +71,7 @@ def poison_gradients(monkeypatch):
     def poison_rows(rows):
         def poisoned(self, function, model, w, clients, *args, **others):
             found = map_clients(self, function, model, w, clients, *args, **others)
-            if function is fediir.client_gradient and len(clients) == 5:  # the selected ones, not all ten
+            if function is fediir.client_gradient and len(clients) == 5:  # the selected ones, not all nine
                 found[rows, 0] = torch.nan
             return found
 
