@@ -125,6 +125,10 @@ def own_flags(add) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = flags.parse(__doc__, SETTINGS, own_flags, argv)
     data, clients, model, trainer = flags.prepare(args)
+    if args.sample == clients.participating:
+        print(
+            "all participating clients train in each round, so nothing is selected: lower --sample, or raise --clients"
+        )
     weights = server.base_weights(args.weighting, data, clients)
     select = minimax_select if args.selection == "minimax" else maxsim_select
     log = run.Run(args, trainer, ["uploads", "correlation"])

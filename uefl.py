@@ -450,7 +450,9 @@ def main(argv: list[str] | None = None) -> None:
         rows.append([name, last["mA"], last["mE"], last["mP"], *ood, *(sum(a) / len(a) for a in of.values())])
     title = f"{data.name}: {len(domains)} clients, {state['round']} rounds; right columns: accuracy by domain"
     run.table(title, ["", "mA", "mE", "mP", *(["OOD"] if ood else []), *kinds], rows)
-    print("mA: mean accuracy, mE: mean entropy in nats, mP: mean codebook perplexity, over clients")
+    print(
+        "means over clients: mA accuracy; mE entropy in nats, lower is more certain; mP how many codewords are in use"
+    )
     print(f"metrics, models and pictures are in {folder}")
 
 

@@ -254,10 +254,12 @@ def about(args: argparse.Namespace, dataset: data.Dataset, clients: Clients) -> 
         return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
 
     domains = f", {len(dataset.domains)} domains ({some(dataset.domains)})" if dataset.domains else ""
+    most = 100 * int(dataset.y.bincount().max()) / len(dataset.y)
+    ood = f"OOD on {len(clients.ood)}" if len(clients.ood) else "no OOD samples"
     return (
-        f"{dataset.name}: {len(dataset.x)} samples, {len(dataset.classes)} classes ({some(dataset.classes)}){domains}; "
-        f"{len(clients.train)} clients (--partition {args.partition}), {clients.participating} participate; "
-        f"ID on {len(clients.held_out)} samples, OOD on {len(clients.ood)}"
+        f"{dataset.name}: {len(dataset.x)} samples, {len(dataset.classes)} classes ({some(dataset.classes)}; the largest "
+        f"has {most:.0f} %){domains}; {len(clients.train)} clients (--partition {args.partition}), "
+        f"{clients.participating} participate; ID on {len(clients.held_out)} samples, {ood}"
     )
 
 

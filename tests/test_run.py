@@ -395,8 +395,8 @@ def test_on_a_folder_fedavg_has_the_defaults_of_the_method_it_is_compared_with(m
 def test_the_first_line_says_what_the_run_works_on(start, capsys):
     start(fedavg, "--model cnn --width 0.1 --partition iid --clients 6 --rounds 1 --local-epochs 1 --out run")
     assert capsys.readouterr().out.startswith(
-        "tiny: 180 samples, 3 classes (a, b, c), 2 domains (light, dark); 6 clients (--partition iid), 2 participate; "
-        "ID on 8 samples, OOD on 60\n"
+        "tiny: 180 samples, 3 classes (a, b, c; the largest has 37 %), 2 domains (light, dark); 6 clients (--partition "
+        "iid), 2 participate; ID on 8 samples, OOD on 60\n"
     )
 
 
