@@ -257,8 +257,8 @@ def about(args: argparse.Namespace, dataset: data.Dataset, clients: Clients) -> 
     most = 100 * int(dataset.y.bincount().max()) / len(dataset.y)
     ood = f"OOD on {len(clients.ood)}" if len(clients.ood) else "no OOD samples"
     return (
-        f"{dataset.name}: {len(dataset.x)} samples, {len(dataset.classes)} classes ({some(dataset.classes)}; the largest "
-        f"has {most:.0f} %){domains}; {len(clients.train)} clients (--partition {args.partition}), "
+        f"{dataset.name}: {len(dataset.x)} samples, {len(dataset.classes)} classes ({some(dataset.classes)}; the "
+        f"largest has {most:.0f} %){domains}; {len(clients.train)} clients (--partition {args.partition}), "
         f"{clients.participating} participate; ID on {len(clients.held_out)} samples, {ood}"
     )
 
