@@ -49,11 +49,13 @@ Where the paper is silent or unclear
     then 20 in each (section 4 and appendix H, for CIFAR-10). The paper's VGG16 and ResNet-18 are pretrained
     (--pretrained).
 
-Where the authors' code differs: The server never averages codewords. At each extension all clients get new codewords
-by K-means, and stop using those of earlier extensions. So the model is personalised. --codebooks private does this; it
-is to be compared with other personalised models. Other parameters have equal weights 1/K. The threshold
-uses the mean uncertainty, and does not change after iteration 1. The second dropout comes after the last layer. Dropout
-is off in the evaluation, so all 20 passes give the same result.
+Where the authors' code differs
+- The server never averages codewords. At each extension all clients get new codewords by K-means. These replace those
+  of earlier extensions. So the model is personalised. --codebooks private does this. A fair baseline for it is another
+  personalised model, not FedAvg.
+- Other parameters have equal weights 1/K.
+- The threshold uses the mean uncertainty, and does not change after iteration 1.
+- The second dropout comes after the last layer. Dropout is off in the evaluation, so all 20 passes are equal.
 
     python uefl.py
     python uefl.py --dataset cifar10 --pretrained

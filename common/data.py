@@ -167,8 +167,8 @@ def image_folder(folder: Path, cache: Path, image_size: int) -> Dataset:
     """The images of a folder with `train/<class>` and `test/<class>`, or with `<domain>/<class>` and no test set.
 
     Scales them to image_size x image_size, and keeps the result in one file in the folder `cache`. If the name, size or
-    date of an image changes, they are decoded again. Raises UserError for a folder without images, for a mix of the two
-    layouts, for a class in only one of train and test, for `<class>/<domain>` and for an image that cannot be read.
+    date of an image changes, they are decoded again. Raises UserError if there are no images, or if one cannot be
+    read. Also raises it for a mix of the two layouts, for `<class>/<domain>`, and for a class that train or test lacks.
     """
     found: dict[str, dict[str, list[Path]]] = {}
     everything = sorted(folder.glob("[!.]*/[!.]*/[!.]*"))

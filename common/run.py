@@ -54,7 +54,7 @@ class Run:
         self.evaluate_every, self.left_out, self.bar = args.evaluate_every, trainer.left_out, None
         self.saved_at = self.started = time.monotonic()
         self.save_took, self.rows, self.checkpoint = 0.0, [], None
-        self.may_be_long = trainer.device.type == "cpu" and ranks.RANK == 0
+        self.may_be_long = trainer.device.type == "cpu" and ranks.RANK == 0 and not args.small
         if args.resume and (self.folder / "checkpoint.pt").exists():
             self.checkpoint = self._read(self.folder / "checkpoint.pt")
             self.rows = self.checkpoint["rows"]
