@@ -38,9 +38,9 @@ Where the paper is silent (choices 1 and 2 change the result most)
 8. Event-triggered uploads (section IV-B, "communication and computation cost"): with --event-threshold, a selected
    client uploads nothing if ||new g - old g|| is less than the threshold times ||old g||. The server then uses the old
    g.
-9. The models ("a CNN", "an RNN"): those of McMahan et al. and of LEAF. ResNet-18 has group norm. See common/models.py.
-10. ID: the paper has the local test sets of the selected clients (`id_selected` in metrics.csv). Our ID has those of
-    all participating clients. A local test set is a fifth of the client's samples (of text a tenth).
+9. The models: "a CNN" is from McMahan et al., "an RNN" from LEAF. ResNet-18 has group norm. See common/models.py.
+10. ID: the paper has the local test sets of the selected clients (`id_selected` in metrics.csv). Our ID has the local
+    test sets of all participating clients. A local test set is a fifth of the client's samples (of text a tenth).
 11. The method assumes that the cosine of two clients' gradients falls with the divergence of their labels. Each run
     looks: `correlation` in metrics.csv is the rank correlation of the two, and assumption.png shows the pairs.
 12. The baselines of table 1: fedavg.py with --weighting equal and --selection random, full or power_of_choice. Active
@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
         selected = present[splits.draw(possible, count, random_at(args.seed, "select", t))]  # line 3: I_t
         selected, updates, losses = trainer.local_updates(
             train.local_solver, model, state["w"], selected, clients.train, t
-        )  # lines 5, 6, 7: one row of `updates` per client whose upload can be used, g_i = w - w_i
+        )  # lines 5, 6, 7: one row of `updates` per client with a usable upload, g_i = w - w_i
         updates = table.put(selected, updates, args.event_threshold)  # section IV-B
         state["w"] = state["w"] - server.aggregate(updates, weights[selected], args.trim)  # line 9
         loss = server.aggregate(losses[:, None], weights[selected], 0).squeeze()

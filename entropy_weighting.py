@@ -33,8 +33,8 @@ Where the paper is silent
    gives neither SHARE nor RATE. It gives neither the penalty's form nor its weight lambda. We use the penalty
    lambda ||w_i - w||_1 over the parameters.
 6. The paper says only "a CNN". Ours is the CNN of McMahan et al. ResNet-18 has group norm. See common/models.py.
-7. ID: the paper tests on the local test sets of the selected clients. We test on those of all participating clients: a
-   fifth of each client's samples (of text a tenth), not used for training.
+7. ID: the paper tests on the local test sets of the selected clients. We test on the local test sets of all
+   participating clients. A local test set is a fifth of a client's samples (of text a tenth), not used for training.
 8. p_i describes a client fully only if clients differ in their labels alone. Other shifts need another measure.
 
     python entropy_weighting.py
@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
         selected = splits.draw(kept, args.sample, random_at(args.seed, "select", t))
         selected, updates, losses = trainer.local_updates(
             client_update, model, state["w"], selected, clients.train, t, tv=args.tv
-        )  # line 4: one row of `updates` per client whose upload can be used, g_i = w - w_i
+        )  # line 4: one row of `updates` per client with a usable upload, g_i = w - w_i
         alpha = alphas[args.weighting][selected] / alphas[args.weighting][selected].sum()
         objective = (alpha * entropies[selected]).sum()  # line 6
         state["w"] = state["w"] - alpha.to(updates) @ updates  # line 5

@@ -1,7 +1,7 @@
 """FedAvg: the server averages what the selected clients have learned.
 
 McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017. The line
-numbers are those of Algorithm 1 of Guo et al. (FedIIR, ICML 2023), which shows FedAvg and FedIIR in one listing. We
+numbers come from Algorithm 1 of Guo et al. (FedIIR, ICML 2023), which shows FedAvg and FedIIR in one listing. We
 count all its 16 lines. Lines 12, 14 and 16 only end a loop, and lines 4 and 10 belong to FedIIR alone.
 
     Algorithm 1, FedAvg                                           in the code
@@ -71,9 +71,9 @@ def client_update(model, w, batches, optimizer, autocast):
 
 
 # Data sets that Wu et al. use have the settings of their section V. They tune the learning rate over {0.1, 0.01, 0.001}
-# and name their choice only for CIFAR-100: 0.01. A folder is NICO of figure 9. So the defaults are those of the
-# selections. (fediir.py and uefl.py train their own FedAvg.) Our choices: 200 rounds and glyphs. By default 40 of 100
-# clients participate (Wu et al.), and 10 train per round (our choice).
+# and name their choice only for CIFAR-100: 0.01. A folder is NICO of figure 9. The selections have the same defaults.
+# (fediir.py and uefl.py train their own FedAvg.) Our choices: 200 rounds and glyphs. By default 40 of 100 clients
+# participate (Wu et al.), and 10 train per round (our choice).
 WU = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 # "small" is what --small changes: a cut of ours for two cores without a GPU.
 IMAGES = {"model": "cnn", "width": 0.25, "batch_size": 32, "lr": 0.05, "local_epochs": 5, "rounds": 20}
@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
             selected = clients.ids
         selected, updates, losses = trainer.local_updates(
             client_update, model, state["w"], selected, clients.train, t
-        )  # lines 5, 13: one row of `updates` per client whose upload can be used, w - w_c = -Delta_c
+        )  # lines 5, 13: one row of `updates` per client with a usable upload, w - w_c = -Delta_c
         alpha = aggregation_weights(clients.sizes[selected], args.weighting).to(updates)
         state["w"] = state["w"] - args.server_lr * alpha @ updates  # line 15
         log.log(alpha @ losses, selected, **log.evaluate(model, state["w"], clients, selected))

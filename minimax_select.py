@@ -35,9 +35,9 @@ Where the paper is silent or unclear
    present, all of them train.
 7. Noisy clients (figure 7): --label-noise with --trim, the trimmed mean. For each parameter it drops the int(trim K)
    smallest and largest values, at least one of each. The trimmed mean ignores --weighting.
-8. The models ("a CNN", "an RNN"): those of McMahan et al. and of LEAF. ResNet-18 has group norm. See common/models.py.
-9. ID: the paper has the local test sets of the selected clients (`id_selected` in metrics.csv). Our ID has those of
-   all participating clients. A local test set is a fifth of the client's samples (of text a tenth).
+8. The models: "a CNN" is from McMahan et al., "an RNN" from LEAF. ResNet-18 has group norm. See common/models.py.
+9. ID: the paper has the local test sets of the selected clients (`id_selected` in metrics.csv). Our ID has the local
+   test sets of all participating clients. A local test set is a fifth of the client's samples (of text a tenth).
 10. The method assumes that the cosine of two clients' gradients falls with the divergence of their labels. Each run
     looks: `correlation` in metrics.csv is the rank correlation of the two, and assumption.png shows the pairs.
 11. The baselines of table 1: fedavg.py with --weighting equal and --selection random, full or power_of_choice. Active
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
         selected = present[select(cosines, args.sample)]  # line 4
         selected, updates, losses = trainer.local_updates(
             train.local_solver, model, state["w"], selected, clients.train, t
-        )  # lines 5, 6, 7: one row of `updates` per client whose upload can be used, g_i = w - w_i
+        )  # lines 5, 6, 7: one row of `updates` per client with a usable upload, g_i = w - w_i
         updates = table.put(selected, updates, args.event_threshold)  # section IV-B
         state["w"] = state["w"] - server.aggregate(updates, weights[selected], args.trim)  # line 9
         loss = server.aggregate(losses[:, None], weights[selected], 0).squeeze()

@@ -45,7 +45,7 @@ Where the paper is silent or unclear
     in the authors' code.
  7. Dropout (section 3.4) stands before each linear layer of the classifier. So the encoder runs once for all passes.
  8. Samples of a domain that is left out (--test-domain) may use all codewords.
- 9. Adam, learning rate, batch size and local epochs are those of the authors' code. 40 rounds in the first iteration,
+ 9. Adam, learning rate, batch size and local epochs come from the authors' code. 40 rounds in the first iteration,
     then 20 in each (section 4 and appendix H, for CIFAR-10). The paper's VGG16 and ResNet-18 are pretrained
     (--pretrained).
 
@@ -335,7 +335,7 @@ def federate(args, trainer: train.Trainer, model: nn.Module, clients: splits.Cli
             selected = splits.draw(ids, args.sample, random_at(args.seed, "select", t))
             selected, updates, losses = trainer.local_updates(
                 client_update, model, state["w"], selected, clients.train, t, each={"allowed": state["allowed"]}
-            )  # lines 6, 7, 19: one row of `updates` per client whose upload can be used, theta - theta_k
+            )  # lines 6, 7, 19: one row of `updates` per client with a usable upload, theta - theta_k
             sizes, row = clients.sizes[selected].to(updates), {}
             state["w"] = average(model, state["w"], updates, sizes, state["allowed"][selected])  # line 20
             if log.due:
@@ -345,7 +345,7 @@ def federate(args, trainer: train.Trainer, model: nn.Module, clients: splits.Cli
         new = ids[uncertain(state["uncertainty"].cpu(), args.gamma)]  # line 8
         if iteration + 1 == iterations or not len(new):  # line 24
             break
-        if args.codebooks == "private":  # all clients get codewords, and stop using those of earlier extensions
+        if args.codebooks == "private":  # all clients get new codewords, and use no older ones of their own
             new, state["allowed"][:, first:] = ids, False
         rng = {k: random_at(args.seed, "codewords", state["round"], k) for k in new.tolist()}
         codewords = trainer.map_clients(

@@ -105,7 +105,7 @@ def _shared_flags(group: Callable) -> None:
         "--rounds",
         type=at_least(1),
         default=30,
-        help="T, communication rounds; in uefl.py those of the first iteration",
+        help="T, communication rounds; in uefl.py the rounds of the first iteration",
     )
     add("--local-epochs", type=at_least(1), default=5, help="E, a client's passes over its data per round")
     add("--batch-size", type=at_least(1), default=32, help="B, samples in a step of local training")
@@ -145,7 +145,7 @@ def parse(
     program = Path(sys.argv[0]).name
     parser = Parser(
         description=f"{doc.strip().splitlines()[0]} The defaults depend on the data set: `--dataset mnist --help` shows"
-        " those of mnist. They are the paper's, if the paper uses this data set.",
+        " the defaults for mnist. They are the paper's, if the paper uses this data set.",
         usage="python %(prog)s [--flag value ...]", formatter_class=_Help, allow_abbrev=False,
         epilog=f"example: python {program} --rounds 10 --seed 1 --out runs/first",
     )  # fmt: skip

@@ -109,7 +109,7 @@ class Run:
         """This round's accuracies of the model with weights w, by column; an empty dict if none is due.
 
         id_accuracy    on the held-out samples of all participating clients together
-        id_selected    on those of the clients selected in this round, int64 [K]: the ID of Wu et al.
+        id_selected    the same for the clients selected in this round, int64 [K]: the ID of Wu et al.
         ood_accuracy   on clients.ood, if there are any
         selected_size  no accuracy, but the mean number of training samples of the selected clients
         """

@@ -196,8 +196,8 @@ def deal(
                       domain: each of `clients` (default: one per domain) holds samples of one domain
                       silos: silos_per_domain[d] silos of silo_size samples from domain d, all of them participating
     participating     how many clients participate (default: all for domain and silos, else 40 percent, as in Wu et al.)
-    test_domain       no client has this domain, and `ood` is all of it. The training samples are then those of the
-                      standard training and test sets together, as in Guo et al. (except for silos). Without
+    test_domain       no client has this domain, and `ood` is all of it. The training samples then come
+                      from the standard training and test sets together, as in Guo et al. (except for silos). Without
                       test_domain, `ood` is the standard test set. For speaker it holds the clients' speakers only.
                       For silos it is empty
 

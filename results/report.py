@@ -268,7 +268,7 @@ def beside(file: Path) -> Iterator[Path]:
 
 
 def markdown(folder: Path, columns: list[str], against: str = "", **options) -> list[str]:
-    """The lines of a page's table. The options are those of Runs.numbers().
+    """The lines of a page's table. Runs.numbers() describes the options.
 
     Raises UserError if the folder has no runs, or no row called `against`.
     """
