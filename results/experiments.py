@@ -60,8 +60,21 @@ EXPERIMENTS |= {
        for g in (0.017, 0.054, 0.54, 1.7)},
     "fediir/glyphs/fediir": "fediir.py",
     "fediir/wide-75/fediir": f"{ROTATED} --test-domain 75 --gamma 0.02",
-    **{f"wu/glyphs-noise/{m}{row}": f"{m}_select.py {flags}" for m in ("convex_hull", "minimax")
-       for row, flags in {"-clean": "", "": NOISE, "-trim": f"{NOISE} --trim 0.2"}.items()},
+    **{f"fediir/glyphs-gamma/{g}": f"fediir.py --gamma {g} --no-compare" for g in (0.1, 1, 10)},
+    "wu/glyphs/hull": "convex_hull_select.py",
+    "wu/glyphs/unit-length": "convex_hull_select.py --no-raw",
+    **{f"wu/glyphs/{d}-dimensions": f"convex_hull_select.py --hull-dim {d}" for d in (2, 4)},
+    "wu/glyphs/random-as-many": "convex_hull_select.py --selection random",
+    "wu/glyphs/largest-as-many": "convex_hull_select.py --selection largest",
+    "wu/glyphs/minimax": "minimax_select.py",
+    "wu/glyphs/random": "fedavg.py --weighting equal",
+    **{f"wu/glyphs-weighting/{w}": f"entropy_weighting.py --weighting {w}" for w in ("entropy", "size", "equal")},
+    "wu/glyphs-noise/hull": f"convex_hull_select.py {NOISE}",
+    "wu/glyphs-noise/hull-trim": f"convex_hull_select.py {NOISE} --trim 0.2",
+    "wu/glyphs-noise/minimax": f"minimax_select.py {NOISE}",
+    "wu/glyphs-noise/minimax-trim": f"minimax_select.py {NOISE} --trim 0.2",
+    "wu/glyphs-noise/entropy": f"entropy_weighting.py {NOISE}",
+    "wu/glyphs-noise/entropy-tv": f"entropy_weighting.py {NOISE} --tv 1e-4",
     "uefl/mnist-raw/uefl": f"results/raw_inputs.py --no-compare {MNIST} {CODEBOOK} --rounds 3 --later-rounds 2"
                            " --iterations 5 --no-token-norm",
     "uefl/mnist-raw/fedavg": f"results/raw_inputs.py --codebook-size 0 {MNIST} --rounds 11 --no-token-norm",
@@ -81,7 +94,8 @@ EXPERIMENTS |= {
 SEEDS = {
     "small": range(1),
     "uefl/mnist-": range(1),
-    "wu/cifar10-weighting": range(5),
+    "wu/glyphs-noise": range(3),
+    **dict.fromkeys(["uefl/glyphs/", "fediir/glyphs/", "wu/glyphs", "wu/cifar10-weighting"], range(5)),
 }  # of experiments that begin like this; else range(3)
 
 
