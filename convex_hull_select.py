@@ -1,9 +1,9 @@
-"""Convex-hull selection: train the clients whose gradients are the vertices of the convex hull of all gradients.
+"""Convex-hull selection: train the clients at the vertices of the convex hull of all clients' gradients.
 
 Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating Clients (arXiv
-2310.07171), section IV-B2. The server keeps each participating client's latest g = w - w_i, its gradient. In each round
-it selects the vertices of the convex hull of these points. The idea: gradients of clients that never train probably lie
-inside the hull, or near it.
+2310.07171), section IV-B2. The server keeps each participating client's latest g = w - w_i, which the paper calls its
+gradient. In each round it selects the vertices of the convex hull of these points. The idea: gradients of clients that
+never train probably lie inside the hull, or near it.
 
     Algorithm 2                                                          in the code
      1  before round 1 all participating clients train from w_0          main, at the start of round 1
@@ -39,10 +39,11 @@ Where the paper is silent (choices 1 and 2 change the result most)
    client uploads nothing if ||new g - old g|| is less than the threshold times ||old g||. The server then uses the old
    g.
 9. The models: "a CNN" is from McMahan et al., "an RNN" from LEAF. ResNet-18 has group norm. See common/models.py.
-10. ID: the paper has the local test sets of the selected clients (`id_selected` in metrics.csv). Our ID has the local
-    test sets of all participating clients. A local test set is a fifth of the client's samples (of text a tenth).
-11. The method assumes that the cosine of two clients' gradients falls with the divergence of their labels. Each run
-    looks: `correlation` in metrics.csv is the rank correlation of the two, and assumption.png shows the pairs.
+10. ID: the paper tests on the local test sets of the selected clients (`id_selected` in metrics.csv). Our ID uses all
+    participating clients. A local test set is a fifth of the client's samples (a tenth with --partition domain or
+    speaker).
+11. The method assumes that two clients' gradients are less similar if their labels differ more. Each run checks this:
+    `correlation` in metrics.csv is the rank correlation of similarity and divergence. assumption.png shows the pairs.
 12. The baselines of table 1: fedavg.py with --weighting equal and --selection random, full or power_of_choice. Active
     selection (figures 8 and 9) is not here.
 
@@ -132,12 +133,12 @@ def candidates(selection: str, vertices: Tensor, sizes: Tensor) -> Tensor:
 
 
 # Local epochs and batch size: section V. Dirichlet alpha: table 1 if the paper uses the data set, else our choice.
-# cifar100 is figure 8, and a folder is NICO of figure 9. Learning rate: the paper tunes it over {0.1, 0.01, 0.001} and
-# says only for figures 7 to 9 which one it chose, 0.01. For the others, 0.1 was the best one for random selection on
-# CIFAR-10 (results/wu). glyphs and 200 rounds are our choices. The flags default to 100 clients, of which 40
-# participate, as in the paper.
+# cifar100 has the settings of figure 8. A folder has the settings for NICO (figure 9). The paper tunes the learning
+# rate over {0.1, 0.01, 0.001} and names its choice, 0.01, only for figures 7 to 9. Elsewhere we use 0.1, the best one
+# for random selection on CIFAR-10 (results/wu). The 200 rounds and the settings for glyphs are our choices.
+# By default 40 of 100 clients participate, as in the paper.
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
-# "small" is what --small changes: a cut of ours for two cores without a GPU.
+# "small" is what --small changes: smaller settings of ours, for two cores without a GPU.
 IMAGES = {"model": "cnn", "width": 0.25, "batch_size": 32, "lr": 0.05, "local_epochs": 5, "rounds": 20}
 SETTINGS = {
     "glyphs": {**PAPER, "dirichlet": 0.1, "width": 0.5, "batch_size": 32, "lr": 0.05, "rounds": 25},
@@ -162,8 +163,8 @@ def own_flags(add) -> None:
         help="line 3, its ablation, or a control that trains as many clients as the hull has vertices",
     )
     add("--hull-dim", type=flags.at_least(1, int, 8), default=3, help="principal components in which the hull is built")
-    add("--raw", action=argparse.BooleanOptionalAction, default=True, help="gradients without scaling them to length 1")
-    add("--draw", type=flags.at_least(1), metavar="N", help="train only N of the clients found, drawn at random")
+    add("--raw", action=argparse.BooleanOptionalAction, default=True, help="--no-raw scales gradients to length 1")
+    add("--draw", type=flags.at_least(1), metavar="N", help="train at most N of the selected clients, drawn at random")
     server.table_flags(add)
 
 

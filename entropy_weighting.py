@@ -19,12 +19,12 @@ Noisy labels also have a large entropy. --label-noise SHARE RATE adds such noise
     expelling clients with an extremely large entropy                                            --expel
     the similarity to the uniform label distribution instead of the entropy                      --weighting cosine
     a Byzantine-robust average, only in minimax_select.py and convex_hull_select.py              --trim
-Not here: the detection of noisy clients by other authors' methods, encrypted uploads of H_i, and the methods FedALRC
+Not included: other authors' methods that detect noisy clients, encrypted uploads of H_i, and the methods FedALRC
 and FedGAMMA of figures 8 and 9.
 
 Where the paper is silent
 1. Each round draws --sample clients at random. Their weights are divided by the sum of their weights.
-2. H_i is the entropy of a client's training labels, in nats, with wrong labels, which the client does not know.
+2. H_i is the entropy of a client's training labels, in nats. Wrong labels count, too: no client knows which are wrong.
 3. Which similarity: the cosine between the label distribution and the uniform one, instead of H_i in (14). With
    -KL(p_i || uniform) = H_i - log C instead, the weights would be the same, because log C cancels.
 4. How many clients are expelled: the share --expel of the participating clients, those with the largest entropy.
@@ -34,7 +34,8 @@ Where the paper is silent
    lambda ||w_i - w||_1 over the parameters.
 6. The paper says only "a CNN". Ours is the CNN of McMahan et al. ResNet-18 has group norm. See common/models.py.
 7. ID: the paper tests on the local test sets of the selected clients. We test on the local test sets of all
-   participating clients. A local test set is a fifth of a client's samples (of text a tenth), not used for training.
+   participating clients. A local test set is a fifth of a client's samples (a tenth with --partition domain or
+   speaker), not used for training.
 8. p_i describes a client fully only if clients differ in their labels alone. Other shifts need another measure.
 
     python entropy_weighting.py
@@ -95,12 +96,12 @@ def client_update(model, w, batches, optimizer, autocast, tv):
 
 
 # Local epochs and batch size: section V. Dirichlet alpha: table 2 if the paper uses the data set, else our choice.
-# cifar100 is figure 8, and a folder is NICO of figure 9. Learning rate: the paper tunes it over {0.1, 0.01, 0.001} and
-# says only for figures 7 to 9 which one it chose, 0.01. For the others, 0.1 was the best one for random selection on
-# CIFAR-10 (results/wu). glyphs and 200 rounds are our choices. The flags default to 100 clients, of which 40
-# participate, as in the paper (that 10 train per round is our choice).
+# cifar100 has the settings of figure 8. A folder has the settings for NICO (figure 9). The paper tunes the learning
+# rate over {0.1, 0.01, 0.001} and names its choice, 0.01, only for figures 7 to 9. Elsewhere we use 0.1, the best one
+# for random selection on CIFAR-10 (results/wu). The 200 rounds and the settings for glyphs are our choices.
+# By default 40 of 100 clients participate, as in the paper, and 10 train per round (our choice).
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
-# "small" is what --small changes: a cut of ours for two cores without a GPU.
+# "small" is what --small changes: smaller settings of ours, for two cores without a GPU.
 IMAGES = {"model": "cnn", "width": 0.25, "batch_size": 32, "lr": 0.05, "local_epochs": 5, "rounds": 20}
 SETTINGS = {
     "glyphs": {**PAPER, "dirichlet": 0.05, "width": 0.5, "batch_size": 32, "lr": 0.05, "rounds": 25},
@@ -123,7 +124,7 @@ def own_flags(add) -> None:
         "--weighting",
         choices=kinds,
         default="entropy",
-        help="entropy: equation 14; cosine: with the cosine instead of H_i",
+        help="entropy: equation 14; cosine: similarity to equal labels; size: n_i; equal: 1",
     )
     add("--tv", type=flags.at_least(0, float), default=0.0, help="lambda of the total-variation penalty")
     add("--expel", type=flags.at_least(0, float, 0.99), default=0.0, help="share of clients removed, by entropy")

@@ -31,7 +31,7 @@ Where the papers are silent or differ
 - Momentum starts from zero for each client in each round.
 - Batch norm's statistics, in models that have them, are averaged like parameters.
 - ID is the accuracy on the held-out samples of all participating clients. OOD is the accuracy on the standard test set.
-  With label skew, this set has the labels of all clients. With --test-domain, OOD is the domain left out.
+  With label skew, this set has the labels of all clients. With --test-domain, OOD is measured on the domain left out.
 
     python fedavg.py
     python fedavg.py --dataset cifar10 --selection power_of_choice
@@ -51,9 +51,9 @@ def select_power_of_choice(losses: Tensor, count: int) -> Tensor:
 
 
 def aggregation_weights(sizes: Tensor, weighting: str) -> Tensor:
-    """One weight per selected client, from their numbers of samples [C]:
+    """One weight per selected client, from their numbers of samples [K]:
 
-    "size" gives n_c / n, "equal" gives 1 / |C|.
+    "size" gives n_c / n, "equal" gives 1 / K.
     """
     return sizes / sizes.sum() if weighting == "size" else torch.full_like(sizes, 1 / len(sizes))
 
@@ -71,11 +71,11 @@ def client_update(model, w, batches, optimizer, autocast):
 
 
 # Data sets that Wu et al. use have the settings of their section V. They tune the learning rate over {0.1, 0.01, 0.001}
-# and name their choice only for CIFAR-100: 0.01. A folder is NICO of figure 9. The selections have the same defaults.
-# (fediir.py and uefl.py train their own FedAvg.) Our choices: 200 rounds and glyphs. By default 40 of 100 clients
+# and name their choice, 0.01, only for figures 7 to 9. A folder has the settings for NICO (figure 9). The selections
+# have the same defaults. The settings for glyphs and the 200 rounds are our choices. By default 40 of 100 clients
 # participate (Wu et al.), and 10 train per round (our choice).
 WU = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
-# "small" is what --small changes: a cut of ours for two cores without a GPU.
+# "small" is what --small changes: smaller settings of ours, for two cores without a GPU.
 IMAGES = {"model": "cnn", "width": 0.25, "batch_size": 32, "lr": 0.05, "local_epochs": 5, "rounds": 20}
 SETTINGS = {
     "glyphs": {**WU, "dirichlet": 0.1, "width": 0.5, "batch_size": 32, "lr": 0.05, "rounds": 25},

@@ -1,9 +1,9 @@
 """FedIIR: clients align the gradients of their classifiers, so that the model works on domains without training data.
 
 Guo, Guo, Cao, Zheng and Wang, Out-of-Distribution Generalization of Federated Learning via Implicit Invariant
-Relationships, ICML 2023. A model theta has a feature extractor and a classifier omega. Each client adds a penalty to
-its risk: the squared distance between its gradient with respect to omega and g^t. g^t is the mean of the clients'
-gradients, smoothed by a moving average over the rounds.
+Relationships, ICML 2023. A model theta has a feature extractor and a classifier omega. A client's risk R_c is its mean
+loss. Each client adds a penalty to it: the squared distance between its gradient with respect to omega and g^t. g^t is
+the mean of the clients' gradients, smoothed by a moving average over the rounds.
 
     Algorithm 1, FedIIR, counting every line of its listing              in the code
      1  initialise theta^0                                               leave_out, federate
@@ -20,7 +20,7 @@ gradients, smoothed by a moving average over the rounds.
     13          Delta_c = theta_c - theta^{t-1}                          federate, trainer.local_updates
     15      theta^t = theta^{t-1} + eta_g mean of Delta_c                federate
 
-With gamma = 0, line 10 is the same as line 9, and the method is FedAvg. Algorithm 2 (which client holds what) is
+With gamma = 0, line 10 becomes FedAvg's line 9 (see fedavg.py). Algorithm 2 (which client holds what) is
 by_domain() in common/splits.py.
 
 Where the paper is silent or unclear
@@ -33,9 +33,9 @@ Where the paper is silent or unclear
  5. FedAvg, for comparison, has the same learning rate, batch size, clients, initial model, selections and batches.
     Like FedIIR, it gives all clients the same weight in line 15.
  6. Columns of metrics.csv: `penalty` is gamma/2 times the mean over C of ||grad_omega R_c - g^t||^2 at theta^{t-1}.
-    `gradient_spread` is the mean over C of ||grad_omega R_c - g||^2. `penalty_share` says how strong the penalty is:
-    the length of its gradient for theta, as a share of this length plus the length of the risk's gradient. It is the
-    mean over C at theta^{t-1}, on up to 250 samples of each client (1,000 on a GPU), in rounds with an evaluation.
+    `gradient_spread` is the mean over C of ||grad_omega R_c - g||^2. `penalty_share` is |p| / (|p| + |r|).
+    Here p and r are the gradients of the penalty and of R_c for theta. It is the mean over C at theta^{t-1}, on up to
+    250 samples of each client (1,000 on a GPU). Only rounds with an evaluation have it.
  7. ResNets have group norm. With --pretrained they have batch norm with fixed statistics, as in the authors' code. The
     hidden layer of a classifier is as wide as its input. Images are not augmented.
  8. Clients with a gradient, loss or update that is not finite are left out of the means.
@@ -141,7 +141,7 @@ def penalty_share(model, batches, autocast, global_gradient, gamma):
 
 
 def cosines(gradients: Tensor) -> Tensor:
-    """Cosines between clients' gradients [C, Q]: [C, C]."""
+    """Cosines between K clients' gradients [K, Q]: [K, K]."""
     unit = F.normalize(gradients)
     return unit @ unit.T
 
@@ -191,7 +191,7 @@ def federate(args, trainer: train.Trainer, model: nn.Module, w: Tensor, clients:
 PAPER = {"clients": 50, "local_epochs": 1, "rounds": 100}
 ROTATED = {**PAPER, "rotate": [0, 15, 30, 45, 60, 75], "test_domain": "0", "model": "convnet", "lr": 1e-2,
            "batch_size": 64, "gamma": 1e-2}  # fmt: skip
-# "small" is what --small changes: a cut of ours for two cores without a GPU.
+# "small" is what --small changes: smaller settings of ours, for two cores without a GPU.
 CUT = {"model": "convnet", "width": 0.25, "lr": 0.05, "momentum": 0.9, "batch_size": 32, "gamma": 0.09, "rounds": 15}
 SETTINGS = {
     "glyphs": {**PAPER, "test_domain": "mono", "clients": 12, "model": "convnet", "width": 0.125, "lr": 0.05,

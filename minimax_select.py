@@ -1,9 +1,9 @@
-"""Minimax selection: train the clients whose gradients are far from every other client's gradient.
+"""Minimax selection: train the clients with gradients that are far from every other client's gradient.
 
 Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating Clients (arXiv
-2310.07171), section IV-B1. The server keeps each participating client's latest g = w - w_i, its gradient. In each round
-it computes each client's largest cosine similarity to any other client. It selects the K clients for which this number
-is smallest.
+2310.07171), section IV-B1. The server keeps each participating client's latest g = w - w_i, which the paper calls its
+gradient. In each round it computes each client's largest cosine similarity to any other client. It selects the K
+clients for which this number is smallest.
 
     Algorithm 2                                                          in the code
      1  before round 1 all participating clients train from w_0          main, at the start of round 1
@@ -36,10 +36,11 @@ Where the paper is silent or unclear
 7. Noisy clients (figure 7): --label-noise with --trim, the trimmed mean. For each parameter it drops the int(trim K)
    smallest and largest values, at least one of each. The trimmed mean ignores --weighting.
 8. The models: "a CNN" is from McMahan et al., "an RNN" from LEAF. ResNet-18 has group norm. See common/models.py.
-9. ID: the paper has the local test sets of the selected clients (`id_selected` in metrics.csv). Our ID has the local
-   test sets of all participating clients. A local test set is a fifth of the client's samples (of text a tenth).
-10. The method assumes that the cosine of two clients' gradients falls with the divergence of their labels. Each run
-    looks: `correlation` in metrics.csv is the rank correlation of the two, and assumption.png shows the pairs.
+9. ID: the paper tests on the local test sets of the selected clients (`id_selected` in metrics.csv). Our ID uses all
+   participating clients. A local test set is a fifth of the client's samples (a tenth with --partition domain or
+   speaker).
+10. The method assumes that two clients' gradients are less similar if their labels differ more. Each run checks this:
+    `correlation` in metrics.csv is the rank correlation of similarity and divergence. assumption.png shows the pairs.
 11. The baselines of table 1: fedavg.py with --weighting equal and --selection random, full or power_of_choice. Active
     selection (figures 8 and 9) is not here.
 
@@ -95,12 +96,12 @@ def minimax_clients(updates: Tensor, k: int) -> Tensor:
 
 
 # Local epochs and batch size: section V. Dirichlet alpha: table 1 if the paper uses the data set, else our choice.
-# cifar100 is figure 8, and a folder is NICO of figure 9. Learning rate: the paper tunes it over {0.1, 0.01, 0.001} and
-# says only for figures 7 to 9 which one it chose, 0.01. For the others, 0.1 was the best one for random selection on
-# CIFAR-10 (results/wu). glyphs and 200 rounds are our choices. The flags default to 100 clients, of which 40
-# participate, as in the paper (that 10 train per round is our choice).
+# cifar100 has the settings of figure 8. A folder has the settings for NICO (figure 9). The paper tunes the learning
+# rate over {0.1, 0.01, 0.001} and names its choice, 0.01, only for figures 7 to 9. Elsewhere we use 0.1, the best one
+# for random selection on CIFAR-10 (results/wu). The 200 rounds and the settings for glyphs are our choices.
+# By default 40 of 100 clients participate, as in the paper, and 10 train per round (our choice).
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
-# "small" is what --small changes: a cut of ours for two cores without a GPU.
+# "small" is what --small changes: smaller settings of ours, for two cores without a GPU.
 IMAGES = {"model": "cnn", "width": 0.25, "batch_size": 32, "lr": 0.05, "local_epochs": 5, "rounds": 20}
 SETTINGS = {
     "glyphs": {**PAPER, "dirichlet": 0.1, "width": 0.5, "batch_size": 32, "lr": 0.05, "rounds": 25},

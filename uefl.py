@@ -1,8 +1,8 @@
 """UEFL: if the model is uncertain about a client's data, this client gets additional codewords of its own.
 
 Zhang, Cao and Liu, Uncertainty-Based Extensible Codebook for Discrete Federated Learning in Heterogeneous Data Silos
-(arXiv 2402.18888). An encoder turns an image into tokens. Each token is replaced by the nearest of a few learned
-codewords, and a classifier reads these codewords. A silo is a client.
+(arXiv 2402.18888). An encoder f_E turns an image into tokens. The codebook replaces each token by its nearest
+codeword. A classifier f_C reads the codewords. A silo is a client. sg(a) means that no gradient flows through a.
 
     Algorithm 1, counting every line of its listing                      in the code
      1  sample K data silos as clients                                   main, flags.prepare
@@ -34,8 +34,8 @@ Where the paper is silent or unclear
  2. New codewords belong to one client (section 3.1: "exclusively accessible to the corresponding heterogeneous
     clients"). Line 10 adds v, while tables 11, 14 and 16 double v_k. We follow line 10.
  3. Line 20 for codewords (section 3.2): each is averaged over the clients that may use it, with weights n_k.
- 4. e_k is the mean entropy over the client's held-out samples, without their labels. If the data set has a test set,
-    each client holds out a part of it. mA, mE and mP are means over clients of accuracy, e_k and perplexity. The
+ 4. e_k is the mean entropy over the client's held-out samples. It needs no labels. The held-out samples of a silo come
+    from the test set, if there is one. mA, mE and mP are means over clients of accuracy, e_k and perplexity. The
     perplexity is exp(entropy) of how often each codeword is used. Accuracy is measured on the mean probabilities of all
     passes.
  5. The Gaussian that initialises the codewords is the standard one. After ReLUs, tokens point in similar directions,
@@ -50,9 +50,9 @@ Where the paper is silent or unclear
     (--pretrained).
 
 Where the authors' code differs
-- The server never averages codewords. At each extension all clients get new codewords by K-means. These replace those
-  of earlier extensions. So the model is personalised. --codebooks private does this. A fair baseline for it is another
-  personalised model, not FedAvg.
+- The server never averages codewords. At each extension all clients get new codewords by K-means, which replace
+  their earlier additions. So the model is personalised. --codebooks private does this. A fair baseline for it is
+  another personalised model, not FedAvg.
 - Other parameters have equal weights 1/K.
 - The threshold uses the mean uncertainty, and does not change after iteration 1.
 - The second dropout comes after the last layer. Dropout is off in the evaluation, so all 20 passes are equal.
@@ -102,10 +102,10 @@ class ExtensibleCodebook(nn.Module):
     def forward(self, tokens: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """tokens [N, l, d] -> their codewords [N, l, d], L_code (equation 5), and the codewords' indices [N, l, s].
 
-            allowed  bool [V], the codewords that this client may use; by default all
+        allowed  bool [V], the codewords that this client may use; by default all
 
-            The backward pass copies the gradient from the output to the tokens. Raises ValueError if `allowed` has a
-        wrong type or length, or no True.
+        The backward pass copies the gradient from the output to the tokens. Raises ValueError if `allowed` has a wrong
+        type or length, or no True.
         """
         if not len(self.codewords):
             return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
@@ -364,7 +364,7 @@ PAPER = {
     "optimizer": "adam", "lr": 1e-4, "batch_size": 1024, "local_epochs": 20,  # the authors' code
     "precision": "float32",
 }  # fmt: skip
-# "small" is what --small changes: a cut of ours for two cores without a GPU.
+# "small" is what --small changes: smaller settings of ours, for two cores without a GPU.
 CUT = {"model": "resblocks", "width": 0.0625, "segments": 8, "commitment": 0.1, "lr": 1e-3, "batch_size": 32,
        "local_epochs": 4, "rounds": 5, "later_rounds": 2, "iterations": 3}  # fmt: skip
 SETTINGS = {
@@ -399,23 +399,23 @@ def own_flags(add) -> None:
     )
     add("--segments", plain, type=whole, default=1, help="s, parts of a token that each get a codeword")
     add("--gamma", type=number, default=0.1, help="equation 7: with a larger gamma, fewer clients get codewords")
-    add("--iterations", plain, type=whole, default=5, help="maximum; 1 is the static codebook of table 16")
+    add("--iterations", plain, type=whole, default=5, help="largest number of iterations; 1: no extension (table 16)")
     add("--later-rounds", plain, type=whole, default=5, help="rounds in each iteration after the first")
     add("--codebooks", plain, choices=["shared", "private"], default="shared",
         help="private: the authors' variant, in which the server never averages codewords")  # fmt: skip
     add("--init", plain, choices=["kmeans", "gaussian"], default="kmeans", help="how new codewords are initialised")
-    add("--commitment", plain, type=number, default=0.25, help="weight of ||sg(c) - z||^2")
-    add("--beta", plain, type=number, default=1.0, help="weight of ||c - sg(z)||^2")
+    add("--commitment", plain, type=number, default=0.25, help="weight of ||sg(c) - z||^2: pulls z to codewords")
+    add("--beta", plain, type=number, default=1.0, help="weight of ||c - sg(z)||^2: pulls codewords to z")
     add("--token-norm", action=argparse.BooleanOptionalAction, default=True, help="layer norm after the encoder")
     add("--dropout", many, type=flags.at_least(0, float, 0.99), default=0.1, help="probability of both dropout layers")
-    add("--passes", many, type=whole, default=20, help="passes with dropout")
-    add("--ensemble", type=whole, default=1, help="models in a deep ensemble (table 9); 1: dropout")
+    add("--passes", many, type=whole, default=20, help="T, forward passes with dropout, to measure uncertainty")
+    add("--ensemble", type=whole, default=1, help="number of models (table 9); 1: no ensemble, use dropout")
     add(
         "--compare",
         plain,
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="then train FedAvg for as many rounds",
+        help="also train FedAvg, for the same number of rounds",
     )
 
 

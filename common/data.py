@@ -45,7 +45,7 @@ class Dataset:
     train    positions of the standard training samples, int64 [N_train]
     test     positions of the standard test samples; empty if the data set has no test set
     domain   int64 [N], indices into `domains`; None if the data set has no domains
-    gap      text: how many windows before a window share characters with it; images: 0
+    gap      text: how many earlier windows overlap a window; images: 0
     """
 
     name: str
@@ -291,7 +291,8 @@ def plays(file: Path) -> Dataset:
 
     `file` is a text in which each speech begins with a line `Speaker:` and ends with an empty line, or LEAF's JSON
     (Caldas et al. 2018: `users`, and `user_data` with lists x and y). The last tenth of each speaker's windows is the
-    test set. Training windows that overlap it are left out, and so are speakers with too little text for both sets.
+    test set. Training windows that overlap it, and speakers with too little text for both sets, are left out.
+
     Raises UserError if the file has neither format.
     """
     try:

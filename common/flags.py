@@ -59,8 +59,8 @@ def _shared_flags(group: Callable) -> None:
     add = group("data")
     add("--dataset", type=not_empty, default="glyphs", help=f"{', '.join(data.NAMES)}, or the path of a folder of"
         " images, of a text file of plays, or of LEAF's JSON")  # fmt: skip
-    add("--small", action="store_true", help="a cut of the paper's settings that takes minutes without a GPU; do not"
-        " compare its figures with the paper's; `--dataset cifar10 --small --help` shows it")  # fmt: skip
+    add("--small", action="store_true", help="smaller settings than the paper's, so that a run takes minutes without a"
+        " GPU; do not compare its figures with the paper's; `--dataset cifar10 --small --help` shows it")  # fmt: skip
     add("--data-dir", type=not_empty, default="data", help="folder of the data sets; downloads go there, too")
     add("--image-size", type=at_least(8), default=96, help="pixels: a folder's images are scaled to this size",
         idle_if=lambda a: a.dataset in data.NAMES and f"{a.dataset} has its own size")  # fmt: skip
@@ -74,11 +74,12 @@ def _shared_flags(group: Callable) -> None:
         return lambda a: a.partition != kind and f"it needs --partition {kind}, and this is {a.partition}"
 
     kinds = ["dirichlet", "iid", "domain", "speaker", "silos"]
-    add("--partition", choices=kinds, help="which client holds which samples: label skew, equal shares, one domain per"
-        " client, one speaker per client, or --silos (default: domain with --rotate or --test-domain, speaker for text,"
-        " the paper's silos in uefl.py, else dirichlet)")  # fmt: skip
+    add("--partition", choices=kinds, help="which client holds which samples. dirichlet: different shares of the"
+        " labels; iid: random equal parts; domain: one domain per client; speaker: one speaker per client; silos: see"
+        " --silos (default: domain with --rotate or --test-domain, speaker for text, silos in uefl.py, else"
+        " dirichlet)")  # fmt: skip
     add("--dirichlet", type=positive, default=0.1, metavar="ALPHA", idle_if=only_for("dirichlet"),
-        help="concentration of the label skew; a smaller one gives more skew")  # fmt: skip
+        help="a smaller number makes the clients' labels differ more")  # fmt: skip
     add("--clients", type=at_least(1), help="N, all clients (default: 100, or fewer on small data; with --partition"
         " domain, one per domain)",
         idle_if=lambda a: a.partition == "silos" and "--silos says how many there are")  # fmt: skip
@@ -131,7 +132,7 @@ def parse(
 ) -> argparse.Namespace:  # fmt: skip
     """The flags of a method.
 
-    doc        the method file's docstring; its first line heads the help
+    doc        the method file's docstring; its first line is the first line of the help
     settings   data set -> its defaults; "folder" stands for every folder of images. "small" -> data set -> what --small
                changes
     own_flags  called with a function `add` that adds the method's own flags. It takes what argparse's add_argument
@@ -174,7 +175,7 @@ def parse(
     kind = name if name in data.NAMES else "shakespeare" if Path(name).is_file() else "folder"
     small = settings["small"].get(kind)
     if known.small and not saved and small is None:
-        raise UserError(f"--small: there is no cut for {name}; leave it out, or choose {', '.join(settings['small'])}")
+        raise UserError(f"--small: {name} has no small settings; leave it out or choose {', '.join(settings['small'])}")
     defaults = {**settings.get(kind, {}), **(small if known.small else {})}
     if defaults.get("partition") == "silos" and known.partition in ("dirichlet", "iid"):
         defaults = {**defaults, "rotate": None}  # the rotations make the silos; label skew does not need them

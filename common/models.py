@@ -128,7 +128,7 @@ class ResidualBlock(nn.Module):
 
 
 class GroupNorm(nn.GroupNorm):
-    """Group norm in float32, as autocast has it on a GPU. On a CPU it would use bfloat16, which is slower here."""
+    """Group norm in float32. On a GPU, autocast does this. On a CPU it would use bfloat16, which is slower here."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.float())

@@ -49,8 +49,8 @@ def leave() -> None:
 def share_out(sizes: Sequence[int]) -> list[int]:
     """Divides pieces of work of these sizes among the ranks. Returns the indices of this rank's pieces.
 
-    The largest piece goes first, and each piece goes to the rank with the least work. Of equal ranks, the first one
-    gets it.
+    The largest piece goes first, and each piece goes to the rank with the least work. If ranks have equal work, the
+    first one gets it.
     """
     load, mine = [(0, rank) for rank in range(COUNT)], []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

@@ -111,7 +111,7 @@ class Run:
         id_accuracy    on the held-out samples of all participating clients together
         id_selected    the same for the clients selected in this round, int64 [K]: the ID of Wu et al.
         ood_accuracy   on clients.ood, if there are any
-        selected_size  no accuracy, but the mean number of training samples of the selected clients
+        selected_size  mean number of training samples of the selected clients (not an accuracy)
         """
         if not self.due:
             return {}

@@ -55,9 +55,8 @@ class GradientTable:
         """Stores the updates [K, P] of these clients, int64 [K]. Returns the updates that the server then uses [K, P].
 
         With a threshold, a client uploads only if |new - old| >= threshold |old|. Otherwise the server uses the old
-        update again, which a table of sketches does not have. Computes the products of the new rows only, which takes
-        K M P multiplications.
-        Raises ValueError for a wrong shape.
+        update again. A table of sketches keeps no old updates, so it takes no threshold. Computes the products of the
+        new rows only, which takes K M P multiplications. Raises ValueError for a wrong shape.
         """
         size = self.updates.shape[1]
         fits = updates.dim() == 2 and len(updates) == len(ids) and (self.sketched or updates.shape[1] == size)
@@ -118,7 +117,8 @@ def aggregate(updates: Tensor, weights: Tensor, trim: float) -> Tensor:
 def base_weights(weighting: str, data: Dataset, clients: Clients) -> Tensor:
     """Every client's weight [N]. aggregate() divides the weights of the selected clients by their sum.
 
-    "size" gives n_k, "equal" 1, and "entropy" exp(H_k), the entropy of the labels in nats (Wu et al., equation 14).
+    "size" gives n_k, "equal" gives 1, and "entropy" gives exp(H_k) (Wu et al., equation 14). H_k is the entropy of the
+    labels, in nats.
     """
     if weighting == "size":
         return clients.sizes
@@ -165,4 +165,4 @@ def table_flags(add) -> None:
         help="a client uploads only if its update changed by at least this share of the old norm",
         idle_if=lambda a: a.sketch and "a --sketch does not keep old updates")  # fmt: skip
     add("--sketch", type=flags.at_least(0), default=0, metavar="N",
-        help="numbers kept of each update; 0 keeps all of it")  # fmt: skip
+        help="saves memory: keep only N random sums (a sketch) of each update; 0 keeps all of it")  # fmt: skip

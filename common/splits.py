@@ -14,7 +14,7 @@ from common import UserError, random_at
 from common.data import Dataset
 
 MIN_SIZE = 10  # every client has at least this many samples
-USUAL_SIZE = 30  # of small data sets: the default number of clients gives each at least this many samples, on average
+USUAL_SIZE = 30  # small data sets get fewer clients by default, so that a client has at least this many on average
 HELD_OUT = {"dirichlet": 0.2, "iid": 0.2, "speaker": 0.1, "domain": 0.1, "silos": 0.2}  # share kept for testing
 
 

@@ -369,7 +369,7 @@ def test_small_changes_only_what_its_cut_names(method):
         assert {flag for flag in full if full[flag] != small[flag]} <= {"small", *cut}
         assert small.items() >= cut.items()
         assert parse(["--dataset", name, "--small", "--rounds", "7"]).rounds == 7
-    with pytest.raises(UserError, match="--small: there is no cut for glyphs"):
+    with pytest.raises(UserError, match="--small: glyphs has no small settings"):
         parse(["--small"])
 
 
