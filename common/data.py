@@ -137,7 +137,6 @@ def _from_torchvision(name: str, root: Path) -> Dataset:
         train, test = (make(str(root), train=train, download=True) for train in (True, False))
         (x_train, y_train), (x_test, y_test) = _arrays(train), _arrays(test)
         classes = getattr(train, "classes", None) or [str(c) for c in range(int(y_train.max()) + 1)]
-        classes = classes[-10:] if name == "emnist" else classes
         for x, y in ((x_train, y_train), (x_test, y_test)):
             if len(x) != len(y) or int(y.min()) < 0 or int(y.max()) >= len(classes):
                 raise ValueError(f"{len(x)} images with {len(y)} labels in {int(y.min())}..{int(y.max())}")

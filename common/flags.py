@@ -97,9 +97,8 @@ def _shared_flags(group: Callable) -> None:
 
     add = group("model and training")
     add("--model", default="cnn", help=", ".join(models.NAMES))
-    fixed = set(models.NAMES) - set(models.OWN)
     add("--width", type=positive, default=1.0, help="multiplies the channels of this project's own models",
-        idle_if=lambda a: a.model in fixed and f"{a.model} has a fixed width")  # fmt: skip
+        idle_if=lambda a: a.model in (*models.RESNETS, "vgg16") and f"{a.model} has a fixed width")  # fmt: skip
     add("--pretrained", type=not_empty, nargs="?", const="imagenet", metavar="FILE",
         help="start from ImageNet weights, downloaded or from FILE (resnet18, resnet50, vgg16)")  # fmt: skip
     add(
@@ -143,12 +142,11 @@ def parse(
     Raises UserError for flags that do not make sense, or have no effect.
     """
     argv = sys.argv[1:] if argv is None else argv
-    program = Path(sys.argv[0]).name
     parser = Parser(
         description=f"{doc.strip().splitlines()[0]} The defaults depend on the data set: `--dataset mnist --help` shows"
         " the defaults for mnist. They are the paper's, if the paper uses this data set.",
         usage="python %(prog)s [--flag value ...]", formatter_class=_Help, allow_abbrev=False,
-        epilog=f"example: python {program} --rounds 10 --seed 1 --out runs/first",
+        epilog="example: python %(prog)s --rounds 10 --seed 1 --out runs/first",
     )  # fmt: skip
     idle: dict[str, Callable | None] = {}
 

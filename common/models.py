@@ -6,16 +6,21 @@
 Their input is images, float32 [N, channels, height, width] in -1..1, or text, int64 [N, length].
 """
 
+from functools import partial
+
 import torch
 import torch.nn as nn
 import torchvision
 from torch import Tensor
+from torchvision.transforms import v2
 
 from common import UserError, first_line
 
 OWN = ["cnn", "convnet", "resblocks", "charrnn"]  # defined here
 RESNETS = {"resnet18": 512, "resnet50": 2048}  # torchvision's: name -> its features
 NAMES = [*OWN, *RESNETS, "vgg16"]
+# ((x + 1) / 2 - mean) / std with ImageNet's mean and std, for x in -1..1; a grey image becomes three equal channels
+IMAGENET_SCALE = v2.Normalize(mean=[-0.03, -0.088, -0.188], std=[0.458, 0.448, 0.45])
 
 
 class Classifier(nn.Module):
@@ -63,7 +68,7 @@ def build(
     elif name == "charrnn":
         features, hidden = CharRNN(classes, scaled(256)), None
     elif name == "vgg16":
-        features, hidden, activation = _vgg16(shape[0], pretrained), 512, nn.GELU()
+        features, hidden, activation = _vgg16(pretrained), 512, nn.GELU()
     else:
         features, hidden = _resnet(name, shape[0], pretrained), RESNETS[name]
     try:
@@ -72,17 +77,12 @@ def build(
             size = features.eval()(example).numel()
     except RuntimeError as e:
         raise UserError(f"--model {name} does not take samples of shape {tuple(shape)} ({first_line(e)})") from e
-    return Classifier(features.train(), head(size, hidden, classes, activation, dropout))
-
-
-def head(size: int, hidden: int | None, classes: int, activation: nn.Module, dropout: float) -> nn.Sequential:
-    """A classifier of one linear layer, or of two with `hidden` units between them."""
     if hidden is None:
-        return nn.Sequential(nn.Flatten(), nn.Linear(size, classes))
-    return nn.Sequential(
-        nn.Flatten(), nn.Dropout(dropout), nn.Linear(size, hidden), activation, nn.Dropout(dropout),
-        nn.Linear(hidden, classes),
-    )  # fmt: skip
+        layers = [nn.Linear(size, classes)]
+    else:
+        layers = [nn.Dropout(dropout), nn.Linear(size, hidden), activation, nn.Dropout(dropout),
+                  nn.Linear(hidden, classes)]  # fmt: skip
+    return Classifier(features.train(), nn.Sequential(nn.Flatten(), *layers))
 
 
 def _cnn(channels: int, scaled) -> nn.Sequential:
@@ -153,41 +153,23 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
         return super().train(False)
 
 
-class ImageNetScale(nn.Module):
-    """Images in -1..1 -> the scale on which ImageNet's weights were trained."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ((x + 1) / 2 - self.mean) / self.std  # broadcasting makes three channels of a grey image
-
-
-def _group_norm(channels: int) -> GroupNorm:
-    return GroupNorm(32, channels)
-
-
 def _resnet(name: str, channels: int, pretrained: str) -> nn.Sequential:
     """A ResNet whose last layer is a linear layer as wide as its input (Guo et al., section 5.1)."""
-    net = getattr(torchvision.models, name)(norm_layer=FrozenBatchNorm2d if pretrained else _group_norm)
+    net = getattr(torchvision.models, name)(norm_layer=FrozenBatchNorm2d if pretrained else partial(GroupNorm, 32))
     if pretrained:
         _load_imagenet(net, name, pretrained)
     elif channels == 1:
         net.conv1 = nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
     net.fc = nn.Linear(net.fc.in_features, net.fc.in_features)
-    return nn.Sequential(ImageNetScale(), net) if pretrained else net
+    return nn.Sequential(IMAGENET_SCALE, net) if pretrained else net
 
 
-def _vgg16(channels: int, pretrained: str) -> nn.Sequential:
+def _vgg16(pretrained: str) -> nn.Sequential:
     """VGG16's convolutions (Zhang et al., section 4)."""
     net = torchvision.models.vgg16()
     if pretrained:
         _load_imagenet(net, "vgg16", pretrained)
-    elif channels == 1:
-        net.features[0] = nn.Conv2d(1, 64, 3, padding=1)
-    return nn.Sequential(ImageNetScale(), net.features) if pretrained else net.features
+    return nn.Sequential(IMAGENET_SCALE, net.features) if pretrained else net.features
 
 
 def _load_imagenet(net: nn.Module, name: str, source: str) -> None:

@@ -4,7 +4,6 @@ Every rank runs the whole program. The ranks share the training and the evaluati
 compute the same server step. Only the first rank writes files and prints.
 """
 
-import heapq
 import os
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -52,10 +51,10 @@ def share_out(sizes: Sequence[int]) -> list[int]:
     The largest piece goes first, and each piece goes to the rank with the least work. If ranks have equal work, the
     first one gets it.
     """
-    load, mine = [(0, rank) for rank in range(COUNT)], []
+    load, mine = [0] * COUNT, []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        work, rank = load[0]
-        heapq.heapreplace(load, (work + sizes[i], rank))
+        rank = load.index(min(load))
+        load[rank] += sizes[i]
         if rank == RANK:
             mine.append(i)
     return mine

@@ -13,7 +13,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torchvision
@@ -127,16 +126,12 @@ class Run:
         return self.t % self.evaluate_every == 0 or self.t == self.until
 
     def log(self, train_loss: Tensor, selected: Tensor, **values) -> None:
-        """Writes this round's row of metrics.csv and shows it. Columns without a value stay empty.
-
-        Raises UserError if the loss is not finite.
-        """
-        if not torch.isfinite(train_loss):
-            raise UserError(f"training diverged in round {self.t}: lower --lr")
+        """Writes this round's row of metrics.csv and shows it. Columns without a value stay empty."""
         seconds = round(self.seconds_before + time.monotonic() - self.started, 2)
         values |= {"round": self.t, "seconds": seconds, "train_loss": train_loss, "selected": selected}
         values["left_out"], self.left_out = self.trainer.left_out - self.left_out, self.trainer.left_out
-        row = {column: _plain(values.get(column)) for column in self.columns}
+        values = {column: v.tolist() if isinstance(v, Tensor) else v for column, v in values.items()}
+        row = {column: values.get(column) for column in self.columns}
         self.rows.append(row)
         self.metrics.write(self._line(row))
         self.metrics.flush()
@@ -247,12 +242,6 @@ def _write(file: Path, content: dict) -> None:
         part.replace(file)
     except RuntimeError as e:  # torch's error for a full disk
         raise OSError(f"{file} cannot be written ({first_line(e)})") from e
-
-
-def _plain(value):
-    """Tensors and arrays as numbers and lists."""
-    value = value.tolist() if isinstance(value, (Tensor, np.ndarray, np.generic)) else value
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _cell(value) -> str:

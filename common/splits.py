@@ -246,8 +246,6 @@ def deal(
     else:
         gap = data.gap if partition == "speaker" else 0
         train, test = hold_out(parts, HELD_OUT[partition], random_at(seed, "held out"), gap)
-    if not all(len(a) and len(b) for a, b in zip(train, test, strict=True)):
-        raise UserError("a client has no samples to train on, or none to hold out: lower --clients, or --silos")
     if (smallest := min(len(a) + len(b) for a, b in zip(train, test, strict=True))) < MIN_SIZE:
         flag = "--silos" if partition == "silos" else "--clients"
         raise UserError(f"a client would have {smallest} samples, and needs {MIN_SIZE}: lower {flag}, or add samples")
