@@ -26,6 +26,8 @@ Where the papers are silent or differ
   et al. use 1 / |C|. The default is n_c / n (--weighting).
 - In each epoch a client shuffles its samples and cuts them into batches. The last batch may be smaller. So K is the
   number of local epochs times the number of batches.
+- `--selection by_size` draws clients with probabilities proportional to n_c (Li et al. 2020, On the Convergence of
+  FedAvg on Non-IID Data, scheme I; here without replacement). It is a control for methods that prefer large clients.
 - Power of choice ranks all participating clients by the loss on their training samples, as Wu et al. describe it.
   Cho et al. rank a random subset.
 - Momentum starts from zero for each client in each round.
@@ -93,7 +95,8 @@ SETTINGS = {
 
 
 def own_flags(add) -> None:
-    add("--selection", choices=["random", "full", "power_of_choice"], default="random", help="line 3: who trains")
+    kinds = ["random", "full", "power_of_choice", "by_size"]
+    add("--selection", choices=kinds, default="random", help="line 3: who trains; by_size: probability n_c / n")
     add("--weighting", choices=["size", "equal"], default="size", help="line 15: n_c / n, or 1 / |C|")
     add("--server-lr", type=flags.positive, default=1.0, help="eta_g, the server's step size")
 
@@ -109,6 +112,9 @@ def main(argv: list[str] | None = None) -> None:
     for t in log.rounds(state, args.rounds):  # line 2
         if args.selection == "random":  # line 3
             selected = splits.draw(clients.ids, args.sample, random_at(args.seed, "select", t))
+        elif args.selection == "by_size":
+            sizes = clients.sizes[clients.ids]
+            selected = splits.draw(clients.ids, args.sample, random_at(args.seed, "select", t), sizes)
         elif args.selection == "power_of_choice":
             _, losses = trainer.evaluate(model, state["w"], clients.train[: clients.participating])
             selected = select_power_of_choice(losses.cpu(), args.sample)

@@ -55,9 +55,13 @@ def shuffled(samples: Tensor, rng: np.random.Generator) -> Tensor:
     return samples[torch.from_numpy(rng.permutation(len(samples)))]
 
 
-def draw(clients: Tensor, k: int, rng: np.random.Generator) -> Tensor:
-    """k of these clients at random, all equally likely, in ascending order: int64 [k]."""
-    return clients[torch.from_numpy(np.sort(rng.choice(len(clients), k, replace=False)))]
+def draw(clients: Tensor, k: int, rng: np.random.Generator, weights: Tensor | None = None) -> Tensor:
+    """k of these clients at random, in ascending order: int64 [k].
+
+    weights  one per client: they are drawn with probabilities proportional to it; by default all are equally likely
+    """
+    p = None if weights is None else (weights.double() / weights.double().sum()).numpy()
+    return clients[torch.from_numpy(np.sort(rng.choice(len(clients), k, replace=False, p=p)))]
 
 
 def iid(pool: Tensor, clients: int, rng: np.random.Generator) -> list[Tensor]:

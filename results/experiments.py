@@ -19,11 +19,10 @@ from pathlib import Path
 WORK, RESULTS = Path("runs/experiments"), Path("results")
 
 UEFL = "uefl.py --no-compare"
-PLAIN = "uefl.py --codebook-size 0"
+PLAIN = "uefl.py --codebook-size 0"  # FedAvg with UEFL's encoder
 MNIST = "--dataset mnist --width 0.0625 --local-epochs 4 --batch-size 32 --lr 1e-3"
 CODEBOOK = "--segments 8 --commitment 0.1 --gamma 0.05 --codebook-size 64"
-WU = "--dataset cifar10 --width 0.5 --rounds 50 --precision bfloat16 --lr 0.1"
-
+ITERATIONS = "--rounds 3 --later-rounds 2 --iterations 5"
 EXPERIMENTS = {  # folder in results/ -> command without the seed
     "uefl/glyphs/uefl": UEFL,
     "uefl/glyphs/uefl-no-norm": f"{UEFL} --no-token-norm",
@@ -31,69 +30,75 @@ EXPERIMENTS = {  # folder in results/ -> command without the seed
     "uefl/glyphs/fedavg": f"{PLAIN} --rounds 7",
     "uefl/glyphs/fedavg-no-norm": f"{PLAIN} --rounds 7 --no-token-norm",
     "uefl/glyphs/private": f"{UEFL} --codebooks private",
-    "uefl/mnist/uefl": f"{UEFL} {MNIST} {CODEBOOK} --rounds 3 --later-rounds 2 --iterations 5",
-    "uefl/mnist/fedavg": f"{PLAIN} {MNIST} --rounds 11",
+    "uefl/glyphs/bfloat16": f"{UEFL} --precision bfloat16",
+    "uefl/mnist/uefl": f"{UEFL} {MNIST} {CODEBOOK} {ITERATIONS}",
+    "uefl/mnist/uefl-no-norm": f"{UEFL} {MNIST} {CODEBOOK} {ITERATIONS} --no-token-norm",
     "uefl/mnist/static-codebook": f"{UEFL} {MNIST} {CODEBOOK} --iterations 1 --rounds 11",
-    "uefl/mnist/private": f"{UEFL} {MNIST} {CODEBOOK} --rounds 3 --later-rounds 2 --iterations 5 --codebooks private",
-    "uefl/mnist/uefl-no-norm": f"{UEFL} {MNIST} {CODEBOOK} --rounds 3 --later-rounds 2 --iterations 5 --no-token-norm",
+    "uefl/mnist/fedavg": f"{PLAIN} {MNIST} --rounds 11",
     "uefl/mnist/fedavg-no-norm": f"{PLAIN} {MNIST} --rounds 11 --no-token-norm",
-    "wu/cifar10/hull": f"convex_hull_select.py {WU}",
-    "wu/cifar10/random": f"fedavg.py {WU} --weighting equal",
-    "wu/cifar10/random-as-many": f"convex_hull_select.py {WU} --selection random",
-    "wu/cifar10/largest-as-many": f"convex_hull_select.py {WU} --selection largest",
-    "wu/cifar10/minimax": f"minimax_select.py {WU}",
-    "wu/cifar10/maxsim": f"minimax_select.py {WU} --selection maxsim",
-    "wu/cifar10/interior": f"convex_hull_select.py {WU} --selection interior",
-    "wu/cifar10/power-of-choice": f"fedavg.py {WU} --weighting equal --selection power_of_choice",
-    "wu/cifar10/full": f"fedavg.py {WU} --weighting equal --selection full",
-    "wu/cifar10-weighting/entropy": f"entropy_weighting.py {WU}",
-    "wu/cifar10-weighting/size": f"entropy_weighting.py {WU} --weighting size",
-    "wu/cifar10-weighting/equal": f"entropy_weighting.py {WU} --weighting equal",
+    "uefl/mnist/private": f"{UEFL} {MNIST} {CODEBOOK} {ITERATIONS} --codebooks private",
+    "uefl/mnist-raw/uefl": f"results/raw_inputs.py --no-compare {MNIST} {CODEBOOK} {ITERATIONS} --no-token-norm",
+    "uefl/mnist-raw/fedavg": f"results/raw_inputs.py --codebook-size 0 {MNIST} --rounds 11 --no-token-norm",
+    "uefl/mnist-authors-optimizer/uefl": f"{UEFL} --dataset mnist --width 0.0625 --rounds 8 --iterations 1",
+    "uefl/mnist-authors-optimizer/fedavg": f"{PLAIN} --dataset mnist --width 0.0625 --rounds 14",
 }
+
 # FedIIR at the authors' strength: their penalty has no factor 1/2, so our gamma is twice theirs. At a quarter of the
 # width, gamma 0.17 gives the penalty the share of the gradient at the start that 0.02 gives it at full width: 6 %.
 ROTATED = "fediir.py --dataset mnist --momentum 0.9 --evaluate-every 10"
-NOISE = "--label-noise 0.3 0.5"
+NARROW_75 = f"{ROTATED} --test-domain 75 --width 0.25"
 EXPERIMENTS |= {
-    **{f"fediir/narrow-{d}/fediir": f"{ROTATED} --test-domain {d} --width 0.25 --gamma 0.17" for d in range(0, 90, 15)},
-    **{f"fediir/narrow-gamma/{g}": f"{ROTATED} --test-domain 75 --width 0.25 --gamma {g} --no-compare"
-       for g in (0.017, 0.054, 0.54, 1.7)},
     "fediir/glyphs/fediir": "fediir.py",
-    "fediir/wide-75/fediir": f"{ROTATED} --test-domain 75 --gamma 0.02",
-    **{f"fediir/glyphs-gamma/{g}": f"fediir.py --gamma {g} --no-compare" for g in (0.1, 1, 10)},
-    "wu/glyphs/hull": "convex_hull_select.py",
+    **{f"fediir/glyphs/gamma-{g}": f"fediir.py --gamma {g} --no-compare" for g in (0.1, 1, 10)},
+    **{f"fediir/narrow-{d}/fediir": f"{ROTATED} --test-domain {d} --width 0.25 --gamma 0.17" for d in range(0, 90, 15)},
+    **{f"fediir/narrow-75/gamma-{g}": f"{NARROW_75} --gamma {g} --no-compare" for g in (0.017, 0.054, 0.54, 1.7)},
+    "fediir/narrow-75/fedavg-no-momentum": f"{NARROW_75} --gamma 0 --momentum 0",
+    "fediir/wide-75/fediir": f"{ROTATED} --test-domain 75 --gamma 0.02 --precision float32",
+}
+
+CIFAR = "--dataset cifar10 --width 0.5 --rounds 50 --precision bfloat16"
+NOISE = "--label-noise 0.3 0.5"
+WEIGHTINGS = ["entropy", "size", "equal"]
+for folder, cut in {"wu/cifar10": CIFAR, "wu/glyphs": ""}.items():
+    EXPERIMENTS |= {
+        f"{folder}/hull": f"convex_hull_select.py {cut}",
+        f"{folder}/random-as-many": f"convex_hull_select.py {cut} --selection random",
+        f"{folder}/largest-as-many": f"convex_hull_select.py {cut} --selection largest",
+        f"{folder}/minimax": f"minimax_select.py {cut}",
+        f"{folder}/random": f"fedavg.py {cut} --weighting equal",
+        f"{folder}/by-size": f"fedavg.py {cut} --weighting equal --selection by_size",
+        f"{folder}/by-size-more": f"fedavg.py {cut} --weighting equal --selection by_size --sample 15",
+        **{f"{folder}-weighting/{w}": f"entropy_weighting.py {cut} --weighting {w}" for w in WEIGHTINGS},
+    }
+EXPERIMENTS |= {
+    "wu/cifar10/interior": f"convex_hull_select.py {CIFAR} --selection interior",
+    "wu/cifar10/maxsim": f"minimax_select.py {CIFAR} --selection maxsim",
+    "wu/cifar10/power-of-choice": f"fedavg.py {CIFAR} --weighting equal --selection power_of_choice",
+    "wu/cifar10/full": f"fedavg.py {CIFAR} --weighting equal --selection full",
+    **{f"wu/learning-rate/{lr}": f"fedavg.py {CIFAR} --weighting equal --lr {lr}" for lr in (0.001, 0.01, 0.1)},
     "wu/glyphs/unit-length": "convex_hull_select.py --no-raw",
     **{f"wu/glyphs/{d}-dimensions": f"convex_hull_select.py --hull-dim {d}" for d in (2, 4)},
-    "wu/glyphs/random-as-many": "convex_hull_select.py --selection random",
-    "wu/glyphs/largest-as-many": "convex_hull_select.py --selection largest",
-    "wu/glyphs/minimax": "minimax_select.py",
-    "wu/glyphs/random": "fedavg.py --weighting equal",
-    **{f"wu/glyphs-weighting/{w}": f"entropy_weighting.py --weighting {w}" for w in ("entropy", "size", "equal")},
     "wu/glyphs-noise/hull": f"convex_hull_select.py {NOISE}",
     "wu/glyphs-noise/hull-trim": f"convex_hull_select.py {NOISE} --trim 0.2",
     "wu/glyphs-noise/minimax": f"minimax_select.py {NOISE}",
     "wu/glyphs-noise/minimax-trim": f"minimax_select.py {NOISE} --trim 0.2",
     "wu/glyphs-noise/entropy": f"entropy_weighting.py {NOISE}",
     "wu/glyphs-noise/entropy-tv": f"entropy_weighting.py {NOISE} --tv 1e-4",
-    "uefl/mnist-raw/uefl": f"results/raw_inputs.py --no-compare {MNIST} {CODEBOOK} --rounds 3 --later-rounds 2"
-                           " --iterations 5 --no-token-norm",
-    "uefl/mnist-raw/fedavg": f"results/raw_inputs.py --codebook-size 0 {MNIST} --rounds 11 --no-token-norm",
-    "uefl/mnist-authors-optimizer/uefl": f"{UEFL} --dataset mnist --width 0.0625 --rounds 8 --iterations 1",
-    "uefl/mnist-authors-optimizer/fedavg": f"{PLAIN} --dataset mnist --width 0.0625 --rounds 14",
-}  # fmt: skip
-SELECTIONS = ["fedavg", "entropy_weighting", "minimax_select", "convex_hull_select"]
-DATA = {"mnist": "mnist", "cifar10": "cifar10", "pacs": "data/PACS96"}
+}
+
+METHODS = ["fedavg", "entropy_weighting", "minimax_select", "convex_hull_select"]
+for name, data in {"mnist": "mnist", "cifar10": "cifar10", "pacs": "data/PACS96"}.items():
+    EXPERIMENTS |= {f"small/{name}/{m}": f"{m}.py --dataset {data} --small" for m in METHODS}
+    EXPERIMENTS |= {f"small/{name}-uefl/uefl": f"uefl.py --dataset {data} --small"}
 EXPERIMENTS |= {
-    **{f"small/{d}/{m}": f"{m}.py --dataset {DATA[d]} --small" for d in DATA for m in SELECTIONS},
-    **{f"small/{d}-uefl/uefl": f"uefl.py --dataset {DATA[d]} --small" for d in DATA},
     "small/mnist/fediir": "fediir.py --dataset mnist --test-domain 75 --small",
     "small/pacs/fediir": "fediir.py --dataset data/PACS96 --test-domain sketch --small",
     "small/shakespeare/minimax_select": "minimax_select.py --dataset shakespeare --small",
     "small/shakespeare/convex_hull_select": "convex_hull_select.py --dataset shakespeare --small",
 }
+
 SEEDS = {
-    "small": range(1),
-    "uefl/mnist-": range(1),
+    **dict.fromkeys(["small", "uefl/mnist-", "wu/learning-rate"], range(1)),
     "wu/glyphs-noise": range(3),
     **dict.fromkeys(["uefl/glyphs/", "fediir/glyphs/", "wu/glyphs", "wu/cifar10-weighting"], range(5)),
 }  # of experiments that begin like this; else range(3)

@@ -71,7 +71,7 @@ def test_power_of_choice_takes_the_largest_losses_and_breaks_ties_by_id():
     assert fedavg.select_power_of_choice(losses, 3).tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("selection", ["random", "full", "power_of_choice"])
+@pytest.mark.parametrize("selection", ["random", "full", "power_of_choice", "by_size"])
 def test_it_learns_and_leaves_a_complete_folder(start, selection, capsys):
     folder = (
         start(

@@ -145,6 +145,17 @@ def test_label_counts_on_a_worked_example(tiny):
     assert label_counts(tiny, [torch.tensor([0, 1, 2]), torch.tensor([3])]).tolist() == [[1, 0, 2], [0, 1, 0]]
 
 
+def test_a_draw_by_size():
+    """Two of three clients: client i is drawn first or second, with p_i + sum over j of p_j p_i / (1 - p_j)."""
+    sizes, rng = torch.tensor([10.0, 30.0, 60.0]), np.random.default_rng(0)
+    p = (sizes / sizes.sum()).tolist()
+    drawn = torch.stack([draw(torch.tensor([4, 5, 6]), 2, rng, sizes) for _ in range(20000)])
+    assert (drawn[:, 0] < drawn[:, 1]).all()
+    for i in range(3):
+        expected = p[i] + sum(p[j] * p[i] / (1 - p[j]) for j in range(3) if j != i)
+        assert (drawn == 4 + i).any(1).float().mean().item() == pytest.approx(expected, abs=0.02)
+
+
 @pytest.mark.parametrize(
     ("partition", "n", "options"),
     [("iid", 8, {}), ("dirichlet", 8, {"alpha": 1.0}), ("domain", 8, {}), ("speaker", 2, {})],
