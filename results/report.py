@@ -14,15 +14,12 @@ line. FOLDER holds one folder per row, and in it one run per seed. It may also h
     <!-- pairs FILE.csv -->                             the next line links to a picture of these differences
 
 last=N averages each run over its last N evaluations (default: 5). best=COLUMN takes the evaluation with the largest
-value in that column. until=N uses only the first N rounds.
+value in that column. until=N uses only the first N rounds. rows=A,B takes these rows, in this order.
+of=COLUMN,COLUMN compares these columns with the row of against=; by default it is the last column.
 
 A claim compares two rows of a folder, `row` and `against`, in one column. It takes their difference for each seed that
-both have, and gives the mean of these differences with its 95 % interval (Student's t).
-
-The verdict is about the last column. Its first word compares us with the paper: "within" means that we differ by at
-most the paper's standard deviation, else it is "above" or "below". The rest compares us with the row named by against=.
-"level" means that we differ by at most the larger of our two standard deviations. Else it says whether our difference
-has the sign of the paper's. With one seed each, it only gives the difference.
+both have, and gives the mean of these differences with its 95 % interval (Student's t). A table with against=ROW does
+the same for each of its rows.
 
 The column `runs` gives the seeds and the commit that ran them, if results/experiments.py recorded it.
 
@@ -53,7 +50,11 @@ from common import UserError, first_line, flags, plots, run
 MEASURES = {  # column of metrics.csv -> its name in tables; accuracies are in percent
     "id_accuracy": "ID", "ood_accuracy": "OOD", "mA": "mA", "mE": "mE", "mP": "mP", "train_loss": "training loss",
 }  # fmt: skip
-TITLES = {**MEASURES, "id_selected": "ID, selected", "selected_size": "n_i"}  # of the columns of the pages' tables
+TITLES = {  # of the columns of the pages' tables
+    **MEASURES, "id_selected": "ID, selected", "selected_size": "n_i", "penalty_share": "penalty's share",
+    "gradient_spread": "spread of gradients",
+}  # fmt: skip
+DIGITS = {"vertices": 1, "seconds": 0, "selected_size": 0, "gradient_spread": 4}  # decimals; 1 for percent, else 3
 NOT_COMPARED = ("seed", "out", "resume", "device", "data_dir", "compare")
 MARK = re.compile(r"<!-- (table|curves|hull|claims|pairs) (\S+)(.*) -->")
 WIDTH = 99  # characters of a printed row, at most
@@ -209,7 +210,7 @@ def paper(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def in_percent(column: str) -> bool:
-    return column in ("mA", "id_selected") or column.endswith("accuracy")
+    return column in ("mA", "id_selected", "penalty_share") or column.endswith("accuracy")
 
 
 def spread(numbers: np.ndarray) -> float:
@@ -221,36 +222,26 @@ def show(numbers: np.ndarray, column: str) -> str:
     """mean ± standard deviation, as tables show it."""
     if np.isnan(numbers).any():
         return ""
-    digits = 1 if in_percent(column) else {"vertices": 1, "seconds": 0, "selected_size": 0}.get(column, 3)
+    digits = 1 if in_percent(column) else DIGITS.get(column, 3)
     text = f"{numbers.mean():.{digits}f}"
     return text if len(numbers) == 1 else f"{text} ± {spread(numbers):.{digits}f}"
 
 
-def verdict(ours: np.ndarray, theirs: str, base: np.ndarray | None, their_base: str, base_name: str) -> str:
-    """The words that the module's docstring explains, for one row.
+def paired(row: Runs, base: Runs, column: str, **options) -> np.ndarray:
+    """row - base for each seed that both have. Runs.numbers() describes the options."""
+    ours, theirs = (dict(zip(one.seeds, one.numbers(column, **options), strict=True)) for one in (row, base))
+    differences = np.array([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
+    return differences[np.isfinite(differences)]
 
-    ours, base          our numbers of this row, and of the row called base_name
-    theirs, their_base  the paper's numbers of the same two rows, as paper.csv has them; may be empty
-    """
-    words = []
-    if np.isnan(ours).any():  # a run without a round
+
+def interval(differences: np.ndarray, column: str) -> str:
+    """mean (low to high): the mean of differences over seeds, and its 95 % interval. One seed has no interval."""
+    n, digits = len(differences), 1 if in_percent(column) else DIGITS.get(column, 3)
+    if n == 0:
         return ""
-    if theirs:
-        value, _, std = theirs.partition("±")
-        off = ours.mean() - float(value)
-        words.append("within" if abs(off) <= float(std or 0) else "above" if off > 0 else "below")
-    if base is not None and not np.isnan(base).any():
-        gain = ours.mean() - base.mean()
-        if len(ours) == len(base) == 1:
-            words.append(f"{gain:+.1f} to {base_name}, one seed")
-        elif abs(gain) <= np.nanmax([spread(ours), spread(base), 0]):
-            words.append(f"level with {base_name}")
-        elif theirs and their_base:
-            same = gain * (float(theirs.partition("±")[0]) - float(their_base.partition("±")[0])) > 0
-            words.append(f"{'as' if same else 'not as'} in the paper, {'above' if gain > 0 else 'below'} {base_name}")
-        else:
-            words.append(f"{'above' if gain > 0 else 'below'} {base_name}")
-    return "; ".join(words)
+    half = student.ppf(0.975, n - 1) * spread(differences) / n**0.5 if n > 1 else 0
+    mean, low, high = (f"{x:+.{digits}f}" for x in (differences.mean() + half * np.array([0, -1, 1])))
+    return f"{mean} ({low} to {high})" if n > 1 else mean
 
 
 # ------------------------------------------------------------------------------------------------- pages
@@ -267,32 +258,35 @@ def beside(file: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def markdown(folder: Path, columns: list[str], against: str = "", **options) -> list[str]:
-    """The lines of a page's table. Runs.numbers() describes the options.
+def markdown(
+    folder: Path, columns: list[str], against: str = "", of: str = "", rows: str = "", **options
+) -> list[str]:  # fmt: skip
+    """The lines of a page's table. Runs.numbers() describes the other options.
 
-    Raises UserError if the folder has no runs, or no row called `against`.
+    against  the row to compare with
+    of       the columns to compare, with commas between them; by default the last one
+    rows     the rows to show, with commas between them; by default all
+
+    Raises UserError if the folder has no runs, or no row with such a name.
     """
     found, theirs = rows_of(folder), paper(folder)
     if not found or (against and against not in found):
         raise UserError(f"{folder} has no runs{f' of {against}' if against else ''}")
     in_paper = [c for c in columns if any(row.get(c) for row in theirs.values())]
-    has_verdict = bool(in_paper or against)
     header = ["", "runs", *(TITLES.get(c, c) for c in columns), *(f"paper's {TITLES.get(c, c)}" for c in in_paper)]
-    lines = [header + ["verdict"] * has_verdict, ["---"] * (len(header) + has_verdict)]
-    for name in [*found, *(name for name in theirs if name not in found)]:
-        paper_cells = [theirs.get(name, {}).get(c) or "" for c in in_paper]
-        if name not in found:
-            lines.append([name, "", *[""] * len(columns), *paper_cells, *["not run"] * has_verdict])
-            continue
-        numbers = {c: found[name].numbers(c, **options) for c in columns}
-        label = found[name].label(options.get("until", sys.maxsize))
-        line = [name, label, *(show(numbers[c], c) for c in columns), *paper_cells]
-        if has_verdict:
-            c = columns[-1]
-            base = found[against].numbers(c, **options) if against and name != against else None
-            line.append(
-                verdict(numbers[c], theirs.get(name, {}).get(c, ""), base, theirs.get(against, {}).get(c, ""), against)
-            )
+    compared = (of.split(",") if of else columns[-1:]) if against else []
+    header += [f"{TITLES.get(c, c)} minus {against}" for c in compared]
+    lines = [header, ["---"] * len(header)]
+    for name in rows.split(",") if rows else [*found, *(name for name in theirs if name not in found)]:
+        if name not in {**found, **theirs}:
+            raise UserError(f"{folder} has no runs of {name}")
+        ours = found.get(name)
+        label = ours.label(options.get("until", sys.maxsize)) if ours else "not run"
+        line = [name, label, *(show(ours.numbers(c, **options), c) if ours else "" for c in columns)]
+        line += [theirs.get(name, {}).get(c) or "" for c in in_paper]
+        for c in compared:
+            both = ours and name != against
+            line.append(interval(paired(ours, found[against], c, **options), c) if both else "")
         lines.append(line)
     return [f"| {' | '.join(line)} |" for line in lines]
 
@@ -312,12 +306,8 @@ class Claim:
 
     def effect(self) -> str:
         """The mean difference with its 95 % interval and the number of seeds."""
-        n, digits, unit = len(self.differences), *((1, "points") if in_percent(self.column) else (3, "nats"))
-        if n < 2:
-            return f"{self.differences[0]:+.{digits}f} {unit} (1 seed)" if n else ""
-        half = student.ppf(0.975, n - 1) * spread(self.differences) / n**0.5
-        mean, low, high = (f"{x:+.{digits}f}" for x in (self.differences.mean() + half * np.array([0, -1, 1])))
-        return f"{mean} {unit}, 95 % interval {low} to {high} ({n} seeds)"
+        n, unit = len(self.differences), "points" if in_percent(self.column) else "nats"
+        return f"{interval(self.differences, self.column)} {unit}, {n} seed{'s' * (n > 1)}" if n else ""
 
 
 def read_claims(file: Path) -> list[Claim]:
@@ -325,20 +315,19 @@ def read_claims(file: Path) -> list[Claim]:
     with file.open(encoding="utf-8") as f:
         lines, claims = list(csv.DictReader(f)), []
     for line in lines:
-        differences = []
+        differences = np.array([])
         if line["row"]:
             found = rows_of(file.parent / line["folder"])
             options = {"last": int(line["last"]), "best": line["best"] or None}
-            row, base = found[line["row"]], found[line["against"]]
-            numbers = [dict(zip(one.seeds, one.numbers(line["column"], **options), strict=True)) for one in (row, base)]
-            differences = [numbers[0][seed] - numbers[1][seed] for seed in row.seeds if seed in numbers[1]]
-        claims.append(Claim(line, line["column"], np.array(differences)))
+            differences = paired(found[line["row"]], found[line["against"]], line["column"], **options)
+        claims.append(Claim(line, line["column"], differences))
     return claims
 
 
 def claims_table(file: Path) -> list[str]:
     """The lines of the table of this file's claims."""
-    header = ["claim", "the paper reports", "fair test here", "answer", "effect here", "how far from the paper"]
+    header = ["claim", "the paper reports", "fair test here", "answer", "effect here (95 % interval)",
+              "how far from the paper"]  # fmt: skip
     lines = [header, ["---"] * len(header)]
     for claim in read_claims(file):
         of_claim = claim.words
@@ -352,12 +341,12 @@ def draw_pairs(file: Path, claims: list[Claim]) -> None:
     tested = [claim for claim in claims if len(claim.differences)]
     panels = {
         "difference of accuracies (points)": [claim for claim in tested if in_percent(claim.column)],
-        "difference of uncertainties (nats); lower is better": [claim for claim in tested if claim.column == "mE"],
+        "difference of uncertainties (nats)": [claim for claim in tested if claim.column == "mE"],
     }
     panels = {title: of_panel for title, of_panel in panels.items() if of_panel}
     heights = [len(of_panel) for of_panel in panels.values()]
     with matplotlib.rc_context(plots.STYLE):
-        figure = Figure(figsize=(7.6, 1.3 + 0.42 * sum(heights)))
+        figure = Figure(figsize=(7.6, 1.3 + 0.3 * sum(heights)))
         all_axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
         for axes, (title, of_panel) in zip(all_axes, panels.items(), strict=True):
             axes.axvline(0, color="0.5", lw=0.9)
@@ -384,9 +373,9 @@ def rebuild(page: Path, draw: bool = True) -> str:
         kind, folder, words = mark[1], page.parent / mark[2], mark[3].split()
         columns = [word for word in words if "=" not in word]
         try:
+            options: dict = dict(word.split("=") for word in words if "=" in word)
+            options |= {name: int(options[name]) for name in ("last", "until") if name in options}
             if kind in ("table", "claims"):
-                options: dict = dict(word.split("=") for word in words if "=" in word)
-                options |= {name: int(options[name]) for name in ("last", "until") if name in options}
                 built += claims_table(folder) if kind == "claims" else markdown(folder, columns, **options)
                 while next(lines, ""):  # the old table ends with an empty line
                     pass
@@ -397,21 +386,22 @@ def rebuild(page: Path, draw: bool = True) -> str:
                 if not link:
                     raise ValueError("the next line has no link to a picture")
                 if draw:
-                    draw_again(kind, folder, columns, page.parent / link[1])
+                    draw_again(kind, folder, columns, page.parent / link[1], **options)
         except (KeyError, TypeError, ValueError) as e:
             hint = "see python -m results.report --help"
             raise UserError(f"{page}: {line} does not work ({first_line(e)}); {hint}") from e
     return "\n".join(built) + "\n"
 
 
-def draw_again(kind: str, folder: Path, columns: list[str], picture: Path) -> None:
-    """Draws the picture of a mark of this kind from the runs in the folder."""
+def draw_again(kind: str, folder: Path, columns: list[str], picture: Path, rows: str = "") -> None:
+    """Draws the picture of a mark of this kind from the runs in the folder, or from these rows of it."""
     if kind == "pairs":
         with beside(picture) as part:
             draw_pairs(part, read_claims(folder))
     elif kind == "curves":
         with beside(picture) as part:
-            bands(part, rows_of(folder), titles(columns))
+            found = rows_of(folder)
+            bands(part, {name: found[name] for name in rows.split(",")} if rows else found, titles(columns))
     elif (one := read(folder)).rows and "points" in one.rows[0]:  # older runs keep their picture
         with beside(picture) as part:
             plots.hull_animation(part, one.rows, one.flags["hull_dim"])
@@ -421,7 +411,7 @@ def draw_again(kind: str, folder: Path, columns: list[str], picture: Path) -> No
 
 
 def titles(columns: list[str]) -> dict[str, str]:
-    return {column: f"{MEASURES.get(column, column)}{' accuracy' * column.endswith('accuracy')}" for column in columns}
+    return {column: f"{TITLES.get(column, column)}{' accuracy' * column.endswith('accuracy')}" for column in columns}
 
 
 def bands(file: Path, runs: Mapping[str, Runs], panels: Mapping[str, str]) -> None:

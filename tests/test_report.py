@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import ttest_rel
 
 from common import UserError
 from results import report
@@ -37,19 +38,35 @@ def page(tmp_path):
 
 
 def test_a_new_table_replaces_the_old_one(page):
-    """By hand: the runs of `hull` have means of 80 and 75 over the last two rounds: 77.5 and sqrt(12.5) = 3.5."""
+    """By hand: the runs of `hull` have means of 80 and 75 over the last two rounds: 77.5 and sqrt(12.5) = 3.5.
+
+    They are 40 and 25 points above random: 32.5 +- 12.706 * 10.61 / sqrt(2), with t's 12.706 for two seeds.
+    """
     assert report.rebuild(page).splitlines() == [
         "Text.",
         "",
         "<!-- table runs id_accuracy last=2 against=random -->",
-        "|  | runs | ID | paper's ID | verdict |",
+        "|  | runs | ID | paper's ID | ID minus random |",
         "| --- | --- | --- | --- | --- |",
-        "| random | seeds 0, 1 | 45.0 ± 7.1 | 45.0 ± 0.5 | within |",
-        "| hull | seeds 0, 1 | 77.5 ± 3.5 | 70 ± 1 | above; as in the paper, above random |",
-        "| full |  |  | 99 | not run |",
+        "| random | seeds 0, 1 | 45.0 ± 7.1 | 45.0 ± 0.5 |  |",
+        "| hull | seeds 0, 1 | 77.5 ± 3.5 | 70 ± 1 | +32.5 (-62.8 to +127.8) |",
+        "| full | not run |  | 99 |  |",
         "",
         "More.",
     ]
+
+
+def test_a_table_of_some_rows(page):
+    page.write_text("<!-- table runs id_accuracy last=2 rows=full,hull -->\n\n")
+    assert [line.split(" | ")[0] for line in report.rebuild(page).splitlines()[3:5]] == ["| full", "| hull"]
+    page.write_text(
+        "<!-- table runs id_accuracy ood_accuracy last=1 rows=hull against=random of=id_accuracy,ood_accuracy -->\n\n"
+    )
+    differences = ["+25.0 (-38.5 to +88.5)", "-25.0 (-88.5 to +38.5)"]  # as in test_a_claim_is_the_mean below
+    assert report.rebuild(page).splitlines()[3].strip("| ").split(" | ")[-2:] == differences
+    page.write_text("<!-- table runs id_accuracy rows=nobody -->\n\n")
+    with pytest.raises(UserError, match="no runs of nobody"):
+        report.rebuild(page)
 
 
 def test_the_committed_pages_agree_with_the_runs():
@@ -79,24 +96,19 @@ def test_numbers_of_a_run(tmp_path):
     assert np.isnan(runs.numbers("mE")).all()
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "base", "their_base", "said"),
-    [
-        ([50, 51], "50 ± 1", None, "", "within"),
-        ([48, 49], "50 ± 1", None, "", "below"),
-        ([52, 53], "50 ± 1", [40, 41], "45", "above; as in the paper, above random"),
-        ([52, 53], "50 ± 1", [40, 41], "55", "above; not as in the paper, above random"),
-        ([40, 41], "50 ± 1", [52, 53], "55", "below; as in the paper, below random"),
-        ([50, 51], "50 ± 1", [40, 60], "45", "within; level with random"),
-        ([50, 51], "", [40, 41], "", "above random"),
-        ([50], "", [40.5], "", "+9.5 to random, one seed"),
-        ([50, np.nan], "60 ± 1", [40, 41], "45", ""),
-        ([50, 51], "60 ± 1", [40, np.nan], "45", "below"),
-    ],
-)
-def test_verdicts(ours, theirs, base, their_base, said):
-    base = None if base is None else np.array(base, dtype=float)
-    assert report.verdict(np.array(ours, dtype=float), theirs, base, their_base, "random") == said
+def test_an_interval_is_that_of_the_paired_t_test(tmp_path):
+    """scipy computes the same interval. A seed without a partner, or without a round, does not count."""
+    for seed, (ours, theirs) in enumerate([(0.50, 0.41), (0.62, 0.55), (0.45, 0.47), (0.7, 0.6)]):
+        make_run(tmp_path / "a" / str(seed), [ours], seed)
+        make_run(tmp_path / "b" / str(seed), [theirs] if seed < 3 else [], seed)
+    make_run(tmp_path / "a" / "4", [0.9], 4)
+    a, b = (report.collect(report.below(tmp_path / name)) for name in "ab")
+    differences = report.paired(a, b, "id_accuracy")
+    assert differences == pytest.approx([9, 7, -2])
+    low, high = ttest_rel([50, 62, 45], [41, 55, 47]).confidence_interval()
+    assert report.interval(differences, "id_accuracy") == f"+4.7 ({low:+.1f} to {high:+.1f})"
+    assert report.interval(differences[:1], "mE") == "+9.000"
+    assert report.interval(differences[:0], "mE") == ""
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_row(tmp_path):
@@ -293,7 +305,7 @@ def test_a_claim_is_the_mean_of_the_paired_differences(page, tmp_path, capsys):
     (tmp_path / "claims.csv").write_text(header + line + "b,Other,,,not tested,,,,,,,,\n")
     page.write_text("<!-- claims claims.csv -->\n\n<!-- pairs claims.csv -->\n![pairs](pairs.png)\n")
     lines = report.rebuild(page).splitlines()
-    effect = "+25.0 points, 95 % interval -38.5 to +88.5 (2 seeds)"
+    effect = "+25.0 (-38.5 to +88.5) points, 2 seeds"
     assert lines[3] == f"| Hull beats random | 42 | [as many clients](page.md) | holds | {effect} | short |"
     assert "not tested" in lines[4] and (tmp_path / "pairs.png").exists()
 
