@@ -78,6 +78,8 @@ EXPERIMENTS |= {
     **{f"wu/learning-rate/{lr}": f"fedavg.py {CIFAR} --weighting equal --lr {lr}" for lr in (0.001, 0.01, 0.1)},
     "wu/glyphs/unit-length": "convex_hull_select.py --no-raw",
     **{f"wu/glyphs/{d}-dimensions": f"convex_hull_select.py --hull-dim {d}" for d in (2, 4)},
+    "wu/glyphs/hull-trim": "convex_hull_select.py --trim 0.2",
+    "wu/glyphs/minimax-trim": "minimax_select.py --trim 0.2",
     "wu/glyphs-noise/hull": f"convex_hull_select.py {NOISE}",
     "wu/glyphs-noise/hull-trim": f"convex_hull_select.py {NOISE} --trim 0.2",
     "wu/glyphs-noise/minimax": f"minimax_select.py {NOISE}",
