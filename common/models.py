@@ -154,7 +154,7 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
 
 
 def _resnet(name: str, channels: int, pretrained: str) -> nn.Sequential:
-    """A ResNet whose last layer is a linear layer as wide as its input (Guo et al., section 5.1)."""
+    """A ResNet. Its last layer is linear, and as wide as its input (Guo et al., section 5.1)."""
     net = getattr(torchvision.models, name)(norm_layer=FrozenBatchNorm2d if pretrained else partial(GroupNorm, 32))
     if pretrained:
         _load_imagenet(net, name, pretrained)

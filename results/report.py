@@ -285,8 +285,8 @@ def markdown(
         line = [name, label, *(show(ours.numbers(c, **options), c) if ours else "" for c in columns)]
         line += [theirs.get(name, {}).get(c) or "" for c in in_paper]
         for c in compared:
-            both = ours and name != against
-            line.append(interval(paired(ours, found[against], c, **options), c) if both else "")
+            is_compared = ours and name != against
+            line.append(interval(paired(ours, found[against], c, **options), c) if is_compared else "")
         lines.append(line)
     return [f"| {' | '.join(line)} |" for line in lines]
 
