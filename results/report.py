@@ -234,14 +234,20 @@ def paired(row: Runs, base: Runs, column: str, **options) -> np.ndarray:
     return differences[np.isfinite(differences)]
 
 
-def interval(differences: np.ndarray, column: str) -> str:
-    """mean (low to high): the mean of differences over seeds, and its 95 % interval. One seed has no interval."""
-    n, digits = len(differences), 1 if in_percent(column) else DIGITS.get(column, 3)
-    if n == 0:
+def interval(differences: np.ndarray) -> np.ndarray:
+    """The 95 % interval of the mean of differences over seeds [low, high]. It is nan for one seed."""
+    n = len(differences)
+    half = student.ppf(0.975, n - 1) * spread(differences) / n**0.5
+    return differences.mean() + half * np.array([-1, 1])
+
+
+def show_difference(differences: np.ndarray, column: str) -> str:
+    """mean (low to high), as tables show it: the mean of differences over seeds, and its interval."""
+    if len(differences) == 0:
         return ""
-    half = student.ppf(0.975, n - 1) * spread(differences) / n**0.5 if n > 1 else 0
-    mean, low, high = (f"{x:+.{digits}f}" for x in (differences.mean() + half * np.array([0, -1, 1])))
-    return f"{mean} ({low} to {high})" if n > 1 else mean
+    digits = 1 if in_percent(column) else DIGITS.get(column, 3)
+    mean, low, high = (f"{x:+.{digits}f}" for x in (differences.mean(), *interval(differences)))
+    return f"{mean} ({low} to {high})" if len(differences) > 1 else mean
 
 
 # ------------------------------------------------------------------------------------------------- pages
@@ -286,7 +292,7 @@ def markdown(
         line += [theirs.get(name, {}).get(c) or "" for c in in_paper]
         for c in compared:
             is_compared = ours and name != against
-            line.append(interval(paired(ours, found[against], c, **options), c) if is_compared else "")
+            line.append(show_difference(paired(ours, found[against], c, **options), c) if is_compared else "")
         lines.append(line)
     return [f"| {' | '.join(line)} |" for line in lines]
 
@@ -307,7 +313,7 @@ class Claim:
     def effect(self) -> str:
         """The mean difference with its 95 % interval and the number of seeds."""
         n, unit = len(self.differences), "points" if in_percent(self.column) else "nats"
-        return f"{interval(self.differences, self.column)} {unit}, {n} seed{'s' * (n > 1)}" if n else ""
+        return f"{show_difference(self.differences, self.column)} {unit}, {n} seed{'s' * (n > 1)}" if n else ""
 
 
 def read_claims(file: Path) -> list[Claim]:
@@ -353,9 +359,12 @@ def draw_pairs(file: Path, claims: list[Claim]) -> None:
             for y, claim in enumerate(of_panel):
                 axes.plot(claim.differences, [y] * len(claim.differences), "o", mfc="none", color=plots.COLOURS[0])
                 axes.plot(claim.differences.mean(), y, "|", ms=14, mew=2, color=plots.COLOURS[1])
+                axes.plot(interval(claim.differences), [y, y], color=plots.COLOURS[1], lw=1)
             axes.set(xlabel=title, ylim=(len(of_panel) - 0.5, -0.5))
             axes.set_yticks(range(len(of_panel)), [claim.words["label"] for claim in of_panel])
-        figure.suptitle("circles: one seed each; bars: their mean", x=0.01, ha="left", fontsize=9)
+        figure.suptitle(
+            "circles: one seed each; bars: their mean; lines: its 95 % interval", x=0.01, ha="left", fontsize=9
+        )
         figure.savefig(file, metadata={"Software": None})
 
 

@@ -106,9 +106,9 @@ def test_an_interval_is_that_of_the_paired_t_test(tmp_path):
     differences = report.paired(a, b, "id_accuracy")
     assert differences == pytest.approx([9, 7, -2])
     low, high = ttest_rel([50, 62, 45], [41, 55, 47]).confidence_interval()
-    assert report.interval(differences, "id_accuracy") == f"+4.7 ({low:+.1f} to {high:+.1f})"
-    assert report.interval(differences[:1], "mE") == "+9.000"
-    assert report.interval(differences[:0], "mE") == ""
+    assert report.show_difference(differences, "id_accuracy") == f"+4.7 ({low:+.1f} to {high:+.1f})"
+    assert report.show_difference(differences[:1], "mE") == "+9.000"
+    assert report.show_difference(differences[:0], "mE") == ""
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_row(tmp_path):
