@@ -88,6 +88,15 @@ EXPERIMENTS |= {
     "wu/glyphs-noise/entropy-tv": f"entropy_weighting.py {NOISE} --tv 1e-4",
 }
 
+STEPS = "results/equal_steps.py"
+EXPERIMENTS |= {
+    "wu/glyphs-equal-steps/hull": f"{STEPS} convex_hull_select",
+    "wu/glyphs-equal-steps/random-as-many": f"{STEPS} convex_hull_select --selection random",
+    "wu/glyphs-equal-steps/minimax": f"{STEPS} minimax_select",
+    "wu/glyphs-equal-steps/random": f"{STEPS} fedavg --weighting equal",
+    "wu/glyphs-equal-steps/by-size": f"{STEPS} fedavg --weighting equal --selection by_size",
+}
+
 METHODS = ["fedavg", "entropy_weighting", "minimax_select", "convex_hull_select"]
 for name, data in {"mnist": "mnist", "cifar10": "cifar10", "pacs": "data/PACS96"}.items():
     EXPERIMENTS |= {f"small/{name}/{m}": f"{m}.py --dataset {data} --small" for m in METHODS}
@@ -123,11 +132,11 @@ def keep(folder: Path, result: Path, commit: str) -> None:
 def finish(name: str, seed: int) -> None:
     """Runs one experiment, or continues it, and copies its result."""
     folder, result = WORK / name / str(seed), RESULTS / name / str(seed)
-    command = EXPERIMENTS[name].split()
-    flags = ["--resume", folder] if (folder / "args.json").exists() else [*command[1:], "--seed", seed, "--out", folder]
+    program, command = EXPERIMENTS[name].split(" --")[0], f"{EXPERIMENTS[name]} --seed {seed} --out {folder}"
+    command = f"{program} --resume {folder}" if (folder / "args.json").exists() else command
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     with open(WORK / "log.txt", "a") as log:
-        words = [sys.executable, command[0], *map(str, flags)]
+        words = [sys.executable, *command.split()]
         print(shlex.join(words), file=log, flush=True)
         subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=log, stdout=log)
     if (folder / "model.pt").exists():
