@@ -357,16 +357,17 @@ def federate(args, trainer: train.Trainer, model: nn.Module, clients: splits.Cli
     return state
 
 
+# fmt: off
 # glyphs: our choice, with silos as in table 13. float32: UEFL on glyphs lost a point in bfloat16 (results/uefl).
 PAPER = {
     "partition": "silos", "rotate": [0, -50, 120], "silos": [3, 3, 3], "codebook_size": 64, "gamma": 0.1,  # section 4
     "rounds": 40, "later_rounds": 20, "model": "resblocks",  # section 4
     "optimizer": "adam", "lr": 1e-4, "batch_size": 1024, "local_epochs": 20,  # the authors' code
     "precision": "float32",
-}  # fmt: skip
+}
 # "small" is what --small changes: smaller settings of ours, for two cores without a GPU.
 CUT = {"model": "resblocks", "width": 0.0625, "segments": 8, "commitment": 0.1, "lr": 1e-3, "batch_size": 32,
-       "local_epochs": 4, "rounds": 5, "later_rounds": 2, "iterations": 3}  # fmt: skip
+       "local_epochs": 4, "rounds": 5, "later_rounds": 2, "iterations": 3}
 SETTINGS = {
     "glyphs": {**PAPER, **CUT, "silos": [3, 1, 1], "silo_size": 500, "lr": 2e-3, "local_epochs": 6, "rounds": 3},
     "mnist": {**PAPER, "codebook_size": 32, "gamma": 0.3},
@@ -380,7 +381,7 @@ SETTINGS = {
         **{name: {**CUT, "silo_size": 500, "gamma": 0.02} for name in ["cifar10", "cifar100"]},
         "folder": {**CUT, "image_size": 32, "local_epochs": 2},
     },
-}  # fmt: skip
+}
 
 
 def own_flags(add) -> None:
@@ -391,18 +392,14 @@ def own_flags(add) -> None:
         return args.ensemble > 1 and "the members of an --ensemble take the place of dropout"
 
     whole, number = flags.at_least(1), flags.at_least(0, float)
-    add(
-        "--codebook-size",
-        type=flags.at_least(0),
-        default=64,
-        help="v, codewords at the start and per extension; 0: FedAvg",
-    )
+    add("--codebook-size", type=flags.at_least(0), default=64,
+        help="v, codewords at the start and per extension; 0: FedAvg")
     add("--segments", plain, type=whole, default=1, help="s, parts of a token that each get a codeword")
     add("--gamma", type=number, default=0.1, help="equation 7: with a larger gamma, fewer clients get codewords")
     add("--iterations", plain, type=whole, default=5, help="largest number of iterations; 1: no extension (table 16)")
     add("--later-rounds", plain, type=whole, default=5, help="rounds in each iteration after the first")
     add("--codebooks", plain, choices=["shared", "private"], default="shared",
-        help="private: the authors' variant, in which the server never averages codewords")  # fmt: skip
+        help="private: the authors' variant, in which the server never averages codewords")
     add("--init", plain, choices=["kmeans", "gaussian"], default="kmeans", help="how new codewords are initialised")
     add("--commitment", plain, type=number, default=0.25, help="weight of ||sg(c) - z||^2: pulls z to codewords")
     add("--beta", plain, type=number, default=1.0, help="weight of ||c - sg(z)||^2: pulls codewords to z")
@@ -410,13 +407,9 @@ def own_flags(add) -> None:
     add("--dropout", many, type=flags.at_least(0, float, 0.99), default=0.1, help="probability of both dropout layers")
     add("--passes", many, type=whole, default=20, help="T, forward passes with dropout, to measure uncertainty")
     add("--ensemble", type=whole, default=1, help="number of models (table 9); 1: no ensemble, use dropout")
-    add(
-        "--compare",
-        plain,
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="also train FedAvg, for the same number of rounds",
-    )
+    add("--compare", plain, action=argparse.BooleanOptionalAction, default=True,
+        help="also train FedAvg, for the same number of rounds")
+# fmt: on
 
 
 def main(argv: list[str] | None = None) -> None:

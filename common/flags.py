@@ -55,17 +55,18 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if action.default is None else super()._get_help_string(action)
 
 
+# fmt: off
 def _shared_flags(group: Callable) -> None:
     add = group("data")
     add("--dataset", type=not_empty, default="glyphs", help=f"{', '.join(data.NAMES)}, or the path of a folder of"
-        " images, of a text file of plays, or of LEAF's JSON")  # fmt: skip
+        " images, of a text file of plays, or of LEAF's JSON")
     add("--small", action="store_true", help="smaller settings than the paper's, so that a run takes minutes without a"
-        " GPU; do not compare its figures with the paper's; `--dataset cifar10 --small --help` shows it")  # fmt: skip
+        " GPU; do not compare its figures with the paper's; `--dataset cifar10 --small --help` shows it")
     add("--data-dir", type=not_empty, default="data", help="folder of the data sets; downloads go there, too")
     add("--image-size", type=at_least(8), default=96, help="pixels: a folder's images are scaled to this size",
-        idle_if=lambda a: a.dataset in data.NAMES and f"{a.dataset} has its own size")  # fmt: skip
+        idle_if=lambda a: a.dataset in data.NAMES and f"{a.dataset} has its own size")
     add("--rotate", type=at_least(-360, float, 360), nargs="+", metavar="DEGREES",
-        help="divide the images into domains, one for each angle")  # fmt: skip
+        help="divide the images into domains, one for each angle")
     add("--test-domain", metavar="NAME", help="leave this domain out of training; it becomes the OOD test set")
 
     add = group("clients")
@@ -77,52 +78,46 @@ def _shared_flags(group: Callable) -> None:
     add("--partition", choices=kinds, help="which client holds which samples. dirichlet: different shares of the"
         " labels; iid: random equal parts; domain: one domain per client; speaker: one speaker per client; silos: see"
         " --silos (default: domain with --rotate or --test-domain, speaker for text, silos in uefl.py, else"
-        " dirichlet)")  # fmt: skip
+        " dirichlet)")
     add("--dirichlet", type=positive, default=0.1, metavar="ALPHA", idle_if=only_for("dirichlet"),
-        help="a smaller number makes the clients' labels differ more")  # fmt: skip
+        help="a smaller number makes the clients' labels differ more")
     add("--clients", type=at_least(1), help="N, all clients (default: 100, or fewer on small data; with --partition"
         " domain, one per domain)",
-        idle_if=lambda a: a.partition == "silos" and "--silos says how many there are")  # fmt: skip
+        idle_if=lambda a: a.partition == "silos" and "--silos says how many there are")
     add("--participating", type=at_least(1), help="M, clients that may train (default: 40 percent; all with domain)",
-        idle_if=lambda a: a.partition == "silos" and "all silos participate")  # fmt: skip
-    add(
-        "--sample",
-        type=at_least(1),
-        help="K, clients selected per round (default: a quarter of M; with domain one per domain, with silos all)",
-    )
+        idle_if=lambda a: a.partition == "silos" and "all silos participate")
+    add("--sample", type=at_least(1),
+        help="K, clients selected per round (default: a quarter of M; with domain one per domain, with silos all)")
     add("--silos", type=at_least(0), nargs="+", metavar="N", idle_if=only_for("silos"), help="silos of each domain")
     add("--silo-size", type=at_least(1), default=2000, idle_if=only_for("silos"), help="training samples of each silo")
     add("--label-noise", type=at_least(0, float, 1), nargs=2, metavar=("CLIENTS", "FLIPS"),
-        help="probability that a client is noisy, and that a training label of a noisy client is wrong")  # fmt: skip
+        help="probability that a client is noisy, and that a training label of a noisy client is wrong")
 
     add = group("model and training")
     add("--model", default="cnn", help=", ".join(models.NAMES))
     add("--width", type=positive, default=1.0, help="multiplies the channels of this project's own models",
-        idle_if=lambda a: a.model in (*models.RESNETS, "vgg16") and f"{a.model} has a fixed width")  # fmt: skip
+        idle_if=lambda a: a.model in (*models.RESNETS, "vgg16") and f"{a.model} has a fixed width")
     add("--pretrained", type=not_empty, nargs="?", const="imagenet", metavar="FILE",
-        help="start from ImageNet weights, downloaded or from FILE (resnet18, resnet50, vgg16)")  # fmt: skip
-    add(
-        "--rounds",
-        type=at_least(1),
-        default=30,
-        help="T, communication rounds; in uefl.py the rounds of the first iteration",
-    )
+        help="start from ImageNet weights, downloaded or from FILE (resnet18, resnet50, vgg16)")
+    add("--rounds", type=at_least(1), default=30,
+        help="T, communication rounds; in uefl.py the rounds of the first iteration")
     add("--local-epochs", type=at_least(1), default=5, help="E, a client's passes over its data per round")
     add("--batch-size", type=at_least(1), default=32, help="B, samples in a step of local training")
     add("--lr", type=positive, default=0.05, help="step size of local training")
     add("--optimizer", choices=["sgd", "adam"], default="sgd", help="optimizer of local training")
     add("--momentum", type=at_least(0, float, 0.999), default=0.0, help="momentum of sgd",
-        idle_if=lambda a: a.optimizer == "adam" and "it belongs to --optimizer sgd")  # fmt: skip
+        idle_if=lambda a: a.optimizer == "adam" and "it belongs to --optimizer sgd")
 
     add = group("run")
     add("--evaluate-every", type=at_least(1), default=1, metavar="N", help="rounds from one evaluation to the next")
     add("--seed", type=at_least(0, int, 2**63 - 1), default=0, help="seed of every random draw")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one")
     add("--precision", choices=["float32", "bfloat16", "auto"], default="auto",
-        help="bfloat16 means autocast; auto takes it if the hardware has it, else float32")  # fmt: skip
+        help="bfloat16 means autocast; auto takes it if the hardware has it, else float32")
     add("--out", type=not_empty, metavar="DIR", help="the run's folder (default: a new one under runs/)",
-        idle_if=lambda a: a.resume and "--resume continues in its own folder")  # fmt: skip
+        idle_if=lambda a: a.resume and "--resume continues in its own folder")
     add("--resume", type=not_empty, metavar="DIR", help="continue the run in this folder, with its flags")
+# fmt: on
 
 
 def parse(
