@@ -95,6 +95,9 @@ EXPERIMENTS |= {
     "wu/glyphs-equal-steps/minimax": f"{STEPS} minimax_select",
     "wu/glyphs-equal-steps/random": f"{STEPS} fedavg --weighting equal",
     "wu/glyphs-equal-steps/by-size": f"{STEPS} fedavg --weighting equal --selection by_size",
+    "wu/glyphs-longer/hull": "convex_hull_select.py --rounds 75",
+    "wu/glyphs-longer/random-as-many": "convex_hull_select.py --selection random --rounds 75",
+    "wu/glyphs-longer/by-size-more": "fedavg.py --weighting equal --selection by_size --sample 15 --rounds 75",
 }
 
 METHODS = ["fedavg", "entropy_weighting", "minimax_select", "convex_hull_select"]
@@ -110,7 +113,7 @@ EXPERIMENTS |= {
 
 SEEDS = {
     **dict.fromkeys(["small", "uefl/mnist-", "wu/learning-rate"], range(1)),
-    "wu/glyphs-noise": range(3),
+    **dict.fromkeys(["wu/glyphs-noise", "wu/glyphs-longer"], range(3)),
     **dict.fromkeys(["uefl/glyphs/", "fediir/glyphs/", "wu/glyphs", "wu/cifar10-weighting"], range(5)),
 }  # of experiments that begin like this; else range(3)
 
