@@ -42,8 +42,8 @@ Where the paper is silent or unclear
 10. The method assumes that two clients' gradients are less similar if their labels differ more. Each run checks this:
     `correlation` in metrics.csv is the rank correlation of similarity and divergence. assumption.png shows the pairs.
 11. The baselines of table 1: fedavg.py with --weighting equal and --selection random, full or power_of_choice. On
-    glyphs this method prefers clients with many samples. There --selection by_size is a fair baseline, too. Active
-    selection (figures 8 and 9) is not here.
+    glyphs and CIFAR-10 this method prefers clients with many samples (results/wu). There --selection by_size is a fair
+    baseline, too. Active selection (figures 8 and 9) is not here.
 
     python minimax_select.py
     python minimax_select.py --selection maxsim                          (table 1's ablation: the most similar clients)
