@@ -44,9 +44,9 @@ Where the paper is silent (choices 1 and 2 change the result most)
     speaker).
 11. The method assumes that two clients' gradients are less similar if their labels differ more. Each run checks this:
     `correlation` in metrics.csv is the rank correlation of similarity and divergence. assumption.png shows the pairs.
-12. The baselines of table 1: fedavg.py with --weighting equal and --selection random, full or power_of_choice. This
-    method prefers clients with many samples (results/wu). So --selection by_size is a fair baseline, too. Active
-    selection (figures 8 and 9) is not here.
+12. The baselines of table 1: fedavg.py with --weighting equal and --selection random, full or power_of_choice. On
+    glyphs and CIFAR-10 this method prefers clients with many samples (results/wu). There --selection by_size is a fair
+    baseline, too. Active selection (figures 8 and 9) is not here.
 
     python convex_hull_select.py
     python convex_hull_select.py --selection interior                                             (table 1's ablation)

@@ -1,9 +1,9 @@
-"""One of Wu et al.'s methods, or FedAvg, with the same number of local steps for each client.
+"""One of Wu et al.'s selections, or FedAvg, with the same number of local steps for each client.
 
     python results/equal_steps.py METHOD FLAGS OF METHOD
 
-Normally a client with more samples takes more steps. Here each client trains on as many samples as the median client
-has: it repeats its own samples, or leaves some out. In metrics.csv its number of samples is still the true one.
+Normally a client with more samples takes more steps. Here each client trains on the same number of samples: the median
+over all clients. It repeats its own samples, or leaves some out. metrics.csv still gives its true number of samples.
 """
 
 import importlib
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import UserError, run
 from common.train import Trainer
 
-METHODS = ["fedavg", "entropy_weighting", "minimax_select", "convex_hull_select"]
+METHODS = ["fedavg", "minimax_select", "convex_hull_select"]
 as_usual = Trainer.local_updates
 
 
