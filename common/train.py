@@ -190,9 +190,8 @@ class Trainer:
     def _batches(self, samples: Tensor, round: int, client: int) -> Batches:
         """A client's batches: in each epoch consecutive slices of a new random order. The last slice may be smaller."""
         rng = random_at(self.seed, "batches", round, client)
-        orders = torch.stack([shuffled(samples, rng) for _ in range(self.epochs)]).to(
-            self.device
-        )  # one copy to the device
+        orders = torch.stack([shuffled(samples, rng) for _ in range(self.epochs)])
+        orders = orders.to(self.device)  # all epochs in one copy
         return map(self.batch, chain.from_iterable(order.split(self.batch_size) for order in orders))
 
     def map_clients(
