@@ -11,6 +11,7 @@ line. FOLDER holds one folder per row, and in it one run per seed. It may also h
     <!-- curves FOLDER ood_accuracy -->                 the next line links to the picture
     <!-- hull FOLDER/row/seed -->                       the same, for one run of convex_hull_select.py
     <!-- claims FILE.csv -->                            a table of claims, each with the mean of its paired differences
+    <!-- differences FILE.csv -->                       a table with the numbers of both rows, and their differences
     <!-- pairs FILE.csv -->                             the next line links to a picture of these differences
 
 last=N averages each run over its last N evaluations (default: 5). best=COLUMN takes the evaluation with the largest
@@ -18,8 +19,9 @@ value in that column. until=N uses only the first N rounds. rows=A,B takes these
 of=COLUMN,COLUMN compares these columns with the row of against=; by default it is the last column.
 
 A claim compares two rows of a folder, `row` and `against`, in one column. It takes their difference for each seed that
-both have, and gives the mean of these differences with its 95 % interval (Student's t). A table with against=ROW does
-the same for each of its rows.
+both have, and gives the mean of these differences with its 95 % interval (Student's t). If a claim names several
+folders, with spaces between them, it takes the mean over the folders first. A table with against=ROW does the same for
+each of its rows.
 
 The column `runs` gives the seeds and the commit that ran them, if results/experiments.py recorded it.
 
@@ -56,7 +58,7 @@ TITLES = {  # of the columns of the pages' tables
 }  # fmt: skip
 DIGITS = {"vertices": 1, "seconds": 0, "selected_size": 0, "gradient_spread": 4}  # decimals; 1 for percent, else 3
 NOT_COMPARED = ("seed", "out", "resume", "device", "data_dir", "compare")
-MARK = re.compile(r"<!-- (table|curves|hull|claims|pairs) (\S+)(.*) -->")
+MARK = re.compile(r"<!-- (table|curves|hull|claims|differences|pairs) (\S+)(.*) -->")
 WIDTH = 99  # characters of a printed row, at most
 
 
@@ -303,11 +305,13 @@ class Claim:
 
     words        the columns of the file: claim, paper, test, answer, cut, page
     column       of metrics.csv
+    numbers      of `row` and of `against`: one number per seed, the mean over the folders
     differences  one number per seed that both rows have; points for an accuracy
     """
 
     words: dict[str, str]
     column: str
+    numbers: list[np.ndarray]
     differences: np.ndarray
 
     def effect(self) -> str:
@@ -321,12 +325,15 @@ def read_claims(file: Path) -> list[Claim]:
     with file.open(encoding="utf-8") as f:
         lines, claims = list(csv.DictReader(f)), []
     for line in lines:
-        differences = np.array([])
+        numbers, differences = [], np.array([])
         if line["row"]:
-            found = rows_of(file.parent / line["folder"])
-            options = {"last": int(line["last"]), "best": line["best"] or None}
-            differences = paired(found[line["row"]], found[line["against"]], line["column"], **options)
-        claims.append(Claim(line, line["column"], differences))
+            column, options = line["column"], {"last": int(line["last"]), "best": line["best"] or None}
+            in_folders = [rows_of(file.parent / folder) for folder in line["folder"].split()]
+            compared = [(found[line["row"]], found[line["against"]]) for found in in_folders]
+            for of_row in zip(*compared, strict=True):
+                numbers.append(np.mean([runs.numbers(column, **options) for runs in of_row], axis=0))
+            differences = np.mean([paired(*pair, column, **options) for pair in compared], axis=0)
+        claims.append(Claim(line, line["column"], numbers, differences))
     return claims
 
 
@@ -339,6 +346,19 @@ def claims_table(file: Path) -> list[str]:
         of_claim = claim.words
         test = f"[{of_claim['test']}]({of_claim['page']})"
         lines.append([of_claim["claim"], of_claim["paper"], test, of_claim["answer"], claim.effect(), of_claim["cut"]])
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def differences_table(file: Path) -> list[str]:
+    """The lines of a table of this file's claims, which all compare the same two rows."""
+    claims = read_claims(file)
+    of_first = claims[0].words
+    header = ["", of_first["row"], of_first["against"], "difference", "the paper reports"]
+    lines = [header, ["---"] * len(header)]
+    for claim in claims:
+        numbers = [show(of_row, claim.column) for of_row in claim.numbers]
+        difference = show_difference(claim.differences, claim.column)
+        lines.append([claim.words["label"], *numbers, difference, claim.words["paper"]])
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
@@ -384,8 +404,9 @@ def rebuild(page: Path, draw: bool = True) -> str:
         try:
             options: dict = dict(word.split("=") for word in words if "=" in word)
             options |= {name: int(options[name]) for name in ("last", "until") if name in options}
-            if kind in ("table", "claims"):
-                built += claims_table(folder) if kind == "claims" else markdown(folder, columns, **options)
+            of_file = {"claims": claims_table, "differences": differences_table}
+            if kind in ("table", *of_file):
+                built += of_file[kind](folder) if kind in of_file else markdown(folder, columns, **options)
                 while next(lines, ""):  # the old table ends with an empty line
                     pass
                 built.append("")

@@ -310,6 +310,27 @@ def test_a_claim_is_the_mean_of_the_paired_differences(page, tmp_path, capsys):
     assert "not tested" in lines[4] and (tmp_path / "pairs.png").exists()
 
 
+def test_a_claim_over_two_folders_is_the_mean_over_the_folders(page, tmp_path):
+    """By hand: in `more`, both seeds are 10 points above random; in `runs`, they are 30 and 20: 20 and 15 together.
+
+    Their mean is 17.5, and the interval is 17.5 +- 12.706 * sqrt(12.5) / sqrt(2) = 31.8. The rows have the means
+    (80 + 40) / 2 and (70 + 40) / 2, and (50 + 30) / 2 twice.
+    """
+    for seed in (0, 1):
+        make_run(tmp_path / "more" / "random" / str(seed), [0.3], seed)
+        make_run(tmp_path / "more" / "hull" / str(seed), [0.4], seed)
+    header = "label,paper,folder,row,against,column,last,best\n"
+    lines = "a,,runs,hull,random,id_accuracy,1,\nboth,+3.0,runs more,hull,random,id_accuracy,1,\n"
+    (tmp_path / "angles.csv").write_text(header + lines)
+    page.write_text("<!-- differences angles.csv -->\n\n")
+    assert report.rebuild(page).splitlines()[1:5] == [
+        "|  | hull | random | difference | the paper reports |",
+        "| --- | --- | --- | --- | --- |",
+        "| a | 75.0 ± 7.1 | 50.0 ± 0.0 | +25.0 (-38.5 to +88.5) |  |",
+        "| both | 57.5 ± 3.5 | 40.0 ± 0.0 | +17.5 (-14.3 to +49.3) | +3.0 |",
+    ]
+
+
 def test_a_copied_run_does_not_count_twice(tmp_path):
     make_run(tmp_path / "one", [0.5])
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
