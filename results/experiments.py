@@ -53,6 +53,7 @@ EXPERIMENTS |= {
     **{f"fediir/narrow-{d}/fediir": f"{ROTATED} --test-domain {d} --width 0.25 --gamma 0.17" for d in range(0, 90, 15)},
     **{f"fediir/narrow-75/gamma-{g}": f"{NARROW_75} --gamma {g} --no-compare" for g in (0.017, 0.054, 0.54, 1.7)},
     "fediir/narrow-75/fedavg-no-momentum": f"{NARROW_75} --gamma 0 --momentum 0",
+    "fediir/narrow-75/fedavg-no-momentum-lr-0.1": f"{NARROW_75} --gamma 0 --momentum 0 --lr 0.1",
     "fediir/wide-75/fediir": f"{ROTATED} --test-domain 75 --gamma 0.02 --precision float32",
 }
 
