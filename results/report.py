@@ -11,17 +11,19 @@ line. FOLDER holds one folder per row, and in it one run per seed. It may also h
     <!-- curves FOLDER ood_accuracy -->                 the next line links to the picture
     <!-- hull FOLDER/row/seed -->                       the same, for one run of convex_hull_select.py
     <!-- claims FILE.csv -->                            a table of claims, each with the mean of its paired differences
-    <!-- differences FILE.csv -->                       a table with the numbers of both rows, and their differences
+    <!-- differences FILE.csv -->                       the same, but with the numbers of both rows instead of words
     <!-- pairs FILE.csv -->                             the next line links to a picture of these differences
 
 last=N averages each run over its last N evaluations (default: 5). best=COLUMN takes the evaluation with the largest
 value in that column. until=N uses only the first N rounds. rows=A,B takes these rows, in this order.
-of=COLUMN,COLUMN compares these columns with the row of against=; by default it is the last column.
+of=COLUMN,COLUMN compares these columns with the row of against=; by default it is the last column. x=samples draws
+curves against the training samples so far, instead of rounds.
 
 A claim compares two rows of a folder, `row` and `against`, in one column. It takes their difference for each seed that
 both have, and gives the mean of these differences with its 95 % interval (Student's t). If a claim names several
 folders, with spaces between them, it takes the mean over the folders first. A table with against=ROW does the same for
-each of its rows.
+each of its rows. With `samples` in its column `equal`, a claim compares two runs at the point where both have trained
+on equally many samples: at the last such point, and each run's accuracy is the mean of the five rounds around it.
 
 The column `runs` gives the seeds and the commit that ran them, if results/experiments.py recorded it.
 
@@ -80,6 +82,11 @@ class Recorded:
         """The flags that distinguish this run from others. A baseline's rounds may depend on the seed of its method."""
         ignored = (*NOT_COMPARED, "rounds") if " beside " in self.method else NOT_COMPARED
         return {flag: value for flag, value in self.flags.items() if flag not in ignored}
+
+    @property
+    def samples(self) -> np.ndarray:
+        """How many training samples the clients have used up to each round, in one of their epochs: [rounds]."""
+        return np.cumsum([row["selected_size"] * np.size(row["selected"]) for row in self.rows])
 
     def unfinished(self, until: int = sys.maxsize) -> str:
         """How many of the rounds up to `until` are there, in words; empty if all are."""
@@ -229,11 +236,34 @@ def show(numbers: np.ndarray, column: str) -> str:
     return text if len(numbers) == 1 else f"{text} ± {spread(numbers):.{digits}f}"
 
 
-def paired(row: Runs, base: Runs, column: str, **options) -> np.ndarray:
-    """row - base for each seed that both have. Runs.numbers() describes the options."""
+def of_both(row: Runs, base: Runs, column: str, **options) -> np.ndarray:
+    """The numbers of both rows for each seed that both have [2, n]. Runs.numbers() describes the options."""
     ours, theirs = (dict(zip(one.seeds, one.numbers(column, **options), strict=True)) for one in (row, base))
-    differences = np.array([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
-    return differences[np.isfinite(differences)]
+    found = np.array([(ours[seed], theirs[seed]) for seed in ours if seed in theirs]).reshape(-1, 2).T
+    return found[:, np.isfinite(found).all(0)]
+
+
+def paired(row: Runs, base: Runs, column: str, **options) -> np.ndarray:
+    """row - base for each seed that both have."""
+    numbers = of_both(row, base, column, **options)
+    return numbers[0] - numbers[1]
+
+
+def at_equal_samples(row: Runs, base: Runs, column: str) -> np.ndarray:
+    """Both rows' numbers for each seed that both have, at the last point with equally many training samples [2, n].
+
+    Each is the mean of five rounds, and this point is the middle one. Between two such means it is interpolated.
+    """
+    seeds = [seed for seed in row.seeds if seed in base.seeds]
+    found = np.empty((2, len(seeds)))
+    for i, seed in enumerate(seeds):
+        two = [runs.runs[runs.seeds.index(seed)] for runs in (row, base)]
+        lines = [
+            (one.samples[2:-2], np.convolve([r[column] for r in one.rows], np.full(5, 1 / 5), "valid")) for one in two
+        ]
+        last = min(samples[-1] for samples, _ in lines)
+        found[:, i] = [np.interp(last, samples, values, left=np.nan) for samples, values in lines]
+    return found * (100 if in_percent(column) else 1)
 
 
 def interval(differences: np.ndarray) -> np.ndarray:
@@ -303,16 +333,19 @@ def markdown(
 class Claim:
     """A line of a file of claims.
 
-    words        the columns of the file: claim, paper, test, answer, cut, page
-    column       of metrics.csv
-    numbers      of `row` and of `against`: one number per seed, the mean over the folders
-    differences  one number per seed that both rows have; points for an accuracy
+    words    the columns of the file: claim, paper, test, answer, cut, page
+    column   of metrics.csv
+    numbers  of `row` and of `against`, for each seed that both have: [2, n], the mean over the folders
     """
 
     words: dict[str, str]
     column: str
-    numbers: list[np.ndarray]
-    differences: np.ndarray
+    numbers: np.ndarray
+
+    @property
+    def differences(self) -> np.ndarray:
+        """row - against, one number per seed. The unit is points for an accuracy."""
+        return self.numbers[0] - self.numbers[1]
 
     def effect(self) -> str:
         """The mean difference with its 95 % interval and the number of seeds."""
@@ -325,15 +358,15 @@ def read_claims(file: Path) -> list[Claim]:
     with file.open(encoding="utf-8") as f:
         lines, claims = list(csv.DictReader(f)), []
     for line in lines:
-        numbers, differences = [], np.array([])
-        if line["row"]:
-            column, options = line["column"], {"last": int(line["last"]), "best": line["best"] or None}
-            in_folders = [rows_of(file.parent / folder) for folder in line["folder"].split()]
-            compared = [(found[line["row"]], found[line["against"]]) for found in in_folders]
-            for of_row in zip(*compared, strict=True):
-                numbers.append(np.mean([runs.numbers(column, **options) for runs in of_row], axis=0))
-            differences = np.mean([paired(*pair, column, **options) for pair in compared], axis=0)
-        claims.append(Claim(line, line["column"], numbers, differences))
+        numbers = []
+        for folder in line["folder"].split():
+            found = rows_of(file.parent / folder)
+            row, base = found[line["row"]], found[line["against"]]
+            if line.get("equal") == "samples":
+                numbers.append(at_equal_samples(row, base, line["column"]))
+            else:
+                numbers.append(of_both(row, base, line["column"], last=int(line["last"]), best=line["best"] or None))
+        claims.append(Claim(line, line["column"], np.mean(numbers, axis=0) if numbers else np.empty((2, 0))))
     return claims
 
 
@@ -350,10 +383,10 @@ def claims_table(file: Path) -> list[str]:
 
 
 def differences_table(file: Path) -> list[str]:
-    """The lines of a table of this file's claims, which all compare the same two rows."""
+    """The lines of a table with both rows of each of this file's claims, and with their difference."""
     claims = read_claims(file)
-    of_first = claims[0].words
-    header = ["", of_first["row"], of_first["against"], "difference", "the paper reports"]
+    rows = {(claim.words["row"], claim.words["against"]) for claim in claims}
+    header = ["", *(rows.pop() if len(rows) == 1 else ("first", "second")), "difference", "the paper reports"]
     lines = [header, ["---"] * len(header)]
     for claim in claims:
         numbers = [show(of_row, claim.column) for of_row in claim.numbers]
@@ -423,7 +456,7 @@ def rebuild(page: Path, draw: bool = True) -> str:
     return "\n".join(built) + "\n"
 
 
-def draw_again(kind: str, folder: Path, columns: list[str], picture: Path, rows: str = "") -> None:
+def draw_again(kind: str, folder: Path, columns: list[str], picture: Path, rows: str = "", x: str = "round") -> None:
     """Draws the picture of a mark of this kind from the runs in the folder, or from these rows of it."""
     if kind == "pairs":
         with beside(picture) as part:
@@ -431,7 +464,7 @@ def draw_again(kind: str, folder: Path, columns: list[str], picture: Path, rows:
     elif kind == "curves":
         with beside(picture) as part:
             found = rows_of(folder)
-            bands(part, {name: found[name] for name in rows.split(",")} if rows else found, titles(columns))
+            bands(part, {name: found[name] for name in rows.split(",")} if rows else found, titles(columns), x)
     elif (one := read(folder)).rows and "points" in one.rows[0]:  # older runs keep their picture
         with beside(picture) as part:
             plots.hull_animation(part, one.rows, one.flags["hull_dim"])
@@ -444,11 +477,29 @@ def titles(columns: list[str]) -> dict[str, str]:
     return {column: f"{TITLES.get(column, column)}{' accuracy' * column.endswith('accuracy')}" for column in columns}
 
 
-def bands(file: Path, runs: Mapping[str, Runs], panels: Mapping[str, str]) -> None:
+def curve(runs: Runs, column: str, x: str) -> tuple[np.ndarray, np.ndarray]:
+    """The points that all runs have [points], and each run's values there [runs, points], interpolated between rounds.
+
+    x  "round", or "samples": thousands of training samples so far
+    """
+    lines = []
+    for one in runs.runs:
+        at = one.samples / 1000 if x == "samples" else [row["round"] for row in one.rows]
+        points = [(p, row[column]) for p, row in zip(at, one.rows, strict=True) if row.get(column) is not None]
+        lines += [np.array(points).T] if points else []
+    if not lines:
+        return np.empty(0), np.empty((1, 0))
+    first, last = max(line[0, 0] for line in lines), min(line[0, -1] for line in lines)
+    at = np.unique([p for line in lines for p in line[0] if first <= p <= last])
+    return at, np.array([np.interp(at, *line) for line in lines])
+
+
+def bands(file: Path, runs: Mapping[str, Runs], panels: Mapping[str, str], x: str = "round") -> None:
     """Columns of metrics.csv against rounds: the mean over seeds, in a band of one standard deviation.
 
     runs    label -> its runs
     panels  column -> title
+    x       "round", or "samples": thousands of training samples so far
     """
     with matplotlib.rc_context(plots.STYLE):
         width = 3.4 * len(panels)
@@ -456,16 +507,12 @@ def bands(file: Path, runs: Mapping[str, Runs], panels: Mapping[str, str]) -> No
         figure = Figure(figsize=(width, 2.9 + 0.2 * -(-len(runs) // legend_columns)))
         for axes, (column, title) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels.items(), strict=True):
             for i, (label, of_label) in enumerate(runs.items()):
-                of_round: dict[int, list[float]] = {}
-                for row in (row for one in of_label.runs for row in one.rows if row.get(column) is not None):
-                    of_round.setdefault(row["round"], []).append(row[column])
-                t = sorted(of_round)
-                mean = np.array([np.mean(of_round[r]) for r in t])
-                std = np.array([np.std(of_round[r], ddof=1) if len(of_round[r]) > 1 else 0 for r in t])
+                at, values = curve(of_label, column, x)
+                mean, std = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else 0
                 colour = plots.COLOURS[i % len(plots.COLOURS)]
-                axes.plot(t, mean, plots.LINES[i % len(plots.LINES)], color=colour, lw=1.2, label=label)
-                axes.fill_between(t, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
-            axes.set(title=title, xlabel="round")
+                axes.plot(at, mean, plots.LINES[i % len(plots.LINES)], color=colour, lw=1.2, label=label)
+                axes.fill_between(at, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
+            axes.set(title=title, xlabel={"samples": "training samples so far (thousands)"}.get(x, x))
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         handles = figure.axes[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=legend_columns)

@@ -331,6 +331,29 @@ def test_a_claim_over_two_folders_is_the_mean_over_the_folders(page, tmp_path):
     ]
 
 
+def test_a_claim_at_equal_samples(page, tmp_path):
+    """By hand, with accuracies on straight lines, where the mean of five rounds is the middle one.
+
+    The first run has 6 rounds of 2 clients with 10 samples: its middle rounds 3 and 4 end after 60 and 80 samples. The
+    second has 10 rounds of 1 client: rounds 3 to 8 end after 30 to 80. So they meet at 80 samples, in rounds 4 and 8.
+    """
+    for seed, offset in enumerate([0.0, 0.1]):
+        rows = {"a": [f"{t},{0.1 * t},10,0 1" for t in range(1, 7)]}
+        rows["b"] = [f"{t},{0.04 * t + offset},10,{t}" for t in range(1, 11)]
+        for name, lines in rows.items():
+            folder = make_run(tmp_path / "work" / name / str(seed), [0.0], seed, name=name)
+            header = "round,ood_accuracy,selected_size,selected"
+            (folder / "metrics.csv").write_text("\n".join([header, *lines, ""]))
+    header = "label,paper,folder,row,against,column,last,best,equal\n"
+    (tmp_path / "work.csv").write_text(header + "work,,work,a,b,ood_accuracy,,,samples\n")
+    page.write_text("<!-- differences work.csv -->\n\n<!-- curves work ood_accuracy x=samples -->\n![a](a.png)\n")
+    line = report.rebuild(page).splitlines()[3]
+    assert line.startswith("| work | 40.0 ± 0.0 | 37.0 ± 7.1 | +3.0 (")
+    at, values = report.curve(report.collect(report.below(tmp_path / "work" / "a")), "ood_accuracy", "samples")
+    assert at.tolist() == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.10, 0.12])
+    assert values[0] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+
+
 def test_a_copied_run_does_not_count_twice(tmp_path):
     make_run(tmp_path / "one", [0.5])
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
