@@ -358,7 +358,7 @@ def federate(args, trainer: train.Trainer, model: nn.Module, clients: splits.Cli
 
 
 # fmt: off
-# glyphs: our choice, with silos as in table 13. float32: UEFL on glyphs lost a point in bfloat16 (results/uefl).
+# glyphs: our choice, with silos as in table 13. float32: bfloat16 may cost UEFL a point (results/uefl).
 PAPER = {
     "partition": "silos", "rotate": [0, -50, 120], "silos": [3, 3, 3], "codebook_size": 64, "gamma": 0.1,  # section 4
     "rounds": 40, "later_rounds": 20, "model": "resblocks",  # section 4

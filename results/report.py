@@ -386,7 +386,7 @@ def differences_table(file: Path) -> list[str]:
     """The lines of a table with both rows of each of this file's claims, and with their difference."""
     claims = read_claims(file)
     rows = {(claim.words["row"], claim.words["against"]) for claim in claims}
-    header = ["", *(rows.pop() if len(rows) == 1 else ("first", "second")), "difference", "the paper reports"]
+    header = ["", *(rows.pop() if len(rows) == 1 else ("method", "baseline")), "difference", "the paper reports"]
     lines = [header, ["---"] * len(header)]
     for claim in claims:
         numbers = [show(of_row, claim.column) for of_row in claim.numbers]
@@ -405,7 +405,7 @@ def draw_pairs(file: Path, claims: list[Claim]) -> None:
     panels = {title: of_panel for title, of_panel in panels.items() if of_panel}
     heights = [len(of_panel) for of_panel in panels.values()]
     with matplotlib.rc_context(plots.STYLE):
-        figure = Figure(figsize=(7.6, 1.3 + 0.3 * sum(heights)))
+        figure = Figure(figsize=(7.6, 1.3 + 0.25 * sum(heights)))
         all_axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
         for axes, (title, of_panel) in zip(all_axes, panels.items(), strict=True):
             axes.axvline(0, color="0.5", lw=0.9)
