@@ -372,7 +372,7 @@ def read_claims(file: Path) -> list[Claim]:
 
 def claims_table(file: Path) -> list[str]:
     """The lines of the table of this file's claims."""
-    header = ["claim", "the paper reports", "fair test here", "answer", "effect here (95 % interval)",
+    header = ["claim", "the paper reports", "compared with", "answer", "effect here (95 % interval)",
               "how far from the paper"]  # fmt: skip
     lines = [header, ["---"] * len(header)]
     for claim in read_claims(file):
@@ -386,12 +386,14 @@ def differences_table(file: Path) -> list[str]:
     """The lines of a table with both rows of each of this file's claims, and with their difference."""
     claims = read_claims(file)
     rows = {(claim.words["row"], claim.words["against"]) for claim in claims}
-    header = ["", *(rows.pop() if len(rows) == 1 else ("method", "baseline")), "difference", "the paper reports"]
+    header = ["", *(rows.pop() if len(rows) == 1 else ("method", "baseline")), "difference"]
+    in_paper = any(claim.words.get("paper") for claim in claims)
+    header += ["the paper reports"] * in_paper
     lines = [header, ["---"] * len(header)]
     for claim in claims:
         numbers = [show(of_row, claim.column) for of_row in claim.numbers]
         difference = show_difference(claim.differences, claim.column)
-        lines.append([claim.words["label"], *numbers, difference, claim.words["paper"]])
+        lines.append([claim.words["label"], *numbers, difference, *([claim.words["paper"]] if in_paper else [])])
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
