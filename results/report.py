@@ -22,8 +22,8 @@ curves against the training samples so far, instead of rounds.
 A claim compares two rows of a folder, `row` and `against`, in one column. It takes their difference for each seed that
 both have, and gives the mean of these differences with its 95 % interval (Student's t). If a claim names several
 folders, with spaces between them, it takes the mean over the folders first. A table with against=ROW does the same for
-each of its rows. With `samples` in its column `equal`, a claim compares two runs at the point where both have trained
-on equally many samples: at the last such point, and each run's accuracy is the mean of the five rounds around it.
+each of its rows. If its column `equal` holds the word samples, a claim compares two runs after equally many training
+samples, at the last point that both reach. The number of a run is then the mean of the five rounds around this point.
 
 The column `runs` gives the seeds and the commit that ran them, if results/experiments.py recorded it.
 
@@ -258,11 +258,10 @@ def at_equal_samples(row: Runs, base: Runs, column: str) -> np.ndarray:
     found = np.empty((2, len(seeds)))
     for i, seed in enumerate(seeds):
         two = [runs.runs[runs.seeds.index(seed)] for runs in (row, base)]
-        lines = [
-            (one.samples[2:-2], np.convolve([r[column] for r in one.rows], np.full(5, 1 / 5), "valid")) for one in two
-        ]
-        last = min(samples[-1] for samples, _ in lines)
-        found[:, i] = [np.interp(last, samples, values, left=np.nan) for samples, values in lines]
+        samples = [one.samples[2:-2] for one in two]
+        means = [np.convolve([r[column] for r in one.rows], np.full(5, 1 / 5), "valid") for one in two]
+        last = min(of_one[-1] for of_one in samples)
+        found[:, i] = [np.interp(last, *line, left=np.nan) for line in zip(samples, means, strict=True)]
     return found * (100 if in_percent(column) else 1)
 
 
@@ -357,10 +356,11 @@ def read_claims(file: Path) -> list[Claim]:
     """The claims of this file. Its columns folder, row, against, column, last and best say what to compare."""
     with file.open(encoding="utf-8") as f:
         lines, claims = list(csv.DictReader(f)), []
+    names = {name for line in lines for name in line["folder"].split()}
+    in_folder = {name: rows_of(file.parent / name) for name in names}
     for line in lines:
         numbers = []
-        for folder in line["folder"].split():
-            found = rows_of(file.parent / folder)
+        for found in (in_folder[name] for name in line["folder"].split()):
             row, base = found[line["row"]], found[line["against"]]
             if line.get("equal") == "samples":
                 numbers.append(at_equal_samples(row, base, line["column"]))
