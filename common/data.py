@@ -18,12 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torchvision
 from PIL import Image, ImageOps
 from torch import Tensor
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
-from torchvision.transforms.functional import InterpolationMode
-from torchvision.transforms.functional import rotate as rotate_images
 from tqdm import tqdm
 
 from common import UserError, first_line
@@ -97,6 +93,8 @@ def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
     RotatedMNIST; Zhang et al., section 4). Training and test images are divided separately. The angle becomes the
     domain. Raises UserError for equal angles and for fewer images than angles.
     """
+    from torchvision.transforms.functional import InterpolationMode, rotate  # here, since torchvision starts slowly
+
     if len({f"{a % 360:g}" for a in angles}) < len(angles) or len(data.train) < len(angles):
         raise UserError(f"--rotate: {len(data.train)} images and the angles {angles}; name each angle once, and fewer")
     g = torch.Generator().manual_seed(seed)
@@ -105,19 +103,21 @@ def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
         for d, of_angle in enumerate(part[torch.randperm(len(part), generator=g)].tensor_split(len(angles))):
             domain[of_angle] = d
             for batch in (batch for batch in of_angle.split(2000) if len(batch)):
-                x[batch] = rotate_images(x[batch], angles[d], InterpolationMode.BILINEAR)
+                x[batch] = rotate(x[batch], angles[d], InterpolationMode.BILINEAR)
     return replace(data, x=x, domain=domain, domains=[f"{a:g}" for a in angles])
 
 
 def _from_torchvision(name: str, root: Path) -> Dataset:
     """A data set of torchvision, downloaded into `root` if it is not there yet."""
+    from torchvision import datasets
+
     make = {
-        "mnist": torchvision.datasets.MNIST,
-        "fmnist": torchvision.datasets.FashionMNIST,
-        "emnist": lambda root, **kwargs: torchvision.datasets.EMNIST(root, split="digits", **kwargs),
-        "cifar10": torchvision.datasets.CIFAR10,
-        "cifar100": torchvision.datasets.CIFAR100,
-        "gtsrb": lambda root, train, **kwargs: torchvision.datasets.GTSRB(root, "train" if train else "test", **kwargs),
+        "mnist": datasets.MNIST,
+        "fmnist": datasets.FashionMNIST,
+        "emnist": lambda root, **kwargs: datasets.EMNIST(root, split="digits", **kwargs),
+        "cifar10": datasets.CIFAR10,
+        "cifar100": datasets.CIFAR100,
+        "gtsrb": lambda root, train, **kwargs: datasets.GTSRB(root, "train" if train else "test", **kwargs),
     }[name]
     try:
         train, test = (make(str(root), train=train, download=True) for train in (True, False))
@@ -153,6 +153,8 @@ def image_folder(folder: Path, image_size: int) -> Dataset:
     Every program decodes them anew, a few thousand per second, and scales them to image_size x image_size. Other files
     are named on stderr. Raises UserError if the folder has neither layout, or if an image cannot be read.
     """
+    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+
     try:
         parts = [part for part in find_classes(folder)[0] if part[0] != "."]
         classes = sorted({name for part in parts for name in find_classes(folder / part)[0] if name[0] != "."})

@@ -119,6 +119,8 @@ def _shared_flags(parser: Parser, dataset: str) -> None:
     add("--evaluate-every", type=at_least(1), default=1, metavar="N", help="rounds from one evaluation to the next")
     add("--seed", type=at_least(0), default=0, help="seed of every random draw")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one")
+    add("--processes", type=at_least(1), metavar="N", help="how many processes share a round's clients; the results do"
+        " not depend on it (default: one per core or GPU, and no more than clients in a round; 1 for a debugger)")
     add("--precision", choices=["float32", "bfloat16", "auto"], default="auto",
         help="bfloat16 means autocast; auto takes it if the hardware has it, else float32")
     add("--out", type=not_empty, metavar="DIR", help="the run's folder (default: a new one under runs/)")
@@ -222,10 +224,7 @@ def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Cl
 
     Fills in args.precision. Raises UserError if the flags do not fit together.
     """
-    device = train.pick_device(args.device)
-    args.precision = train.pick_precision(args.precision, device)
-    with ranks.first_rank_first():
-        dataset = data.load(args.dataset, args.data_dir, args.image_size, tuple(args.rotate or ()), args.seed)
+    dataset = data.load(args.dataset, args.data_dir, args.image_size, tuple(args.rotate or ()), args.seed)
     if len(dataset.classes) < 2:
         raise UserError(f"{dataset.name} has only one class, {dataset.classes[0]}: at least two are needed")
     clients = splits.deal(
@@ -233,11 +232,14 @@ def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Cl
         participating=args.participating, test_domain=args.test_domain, silos_per_domain=args.silos,
         silo_size=args.silo_size, sample=args.sample,
     )  # fmt: skip
-    with ranks.first_rank_first(), train.seeded(torch.device("cpu"), args.seed, "model", 0):  # the same on any device
+    with train.seeded(torch.device("cpu"), args.seed, "model", 0):  # the same on any device
         model = models.build(
             args.model, tuple(dataset.x.shape[1:]), len(dataset.classes), args.width, pretrained=args.pretrained or "",
             **model_options,
         )  # fmt: skip
+    ranks.start(args.processes, args.device, most=clients.sample)
+    device = train.pick_device(args.device)
+    args.precision = train.pick_precision(args.precision, device)
     trainer = Trainer(
         dataset, device, seed=args.seed, epochs=args.local_epochs, batch_size=args.batch_size, lr=args.lr,
         optimizer=args.optimizer, momentum=args.momentum, precision=args.precision,

@@ -10,17 +10,13 @@ from functools import partial
 
 import torch
 import torch.nn as nn
-import torchvision
 from torch import Tensor
-from torchvision.transforms import v2
 
 from common import UserError, first_line
 
 OWN = ["cnn", "convnet", "resblocks"]  # defined here
 RESNETS = {"resnet18": 512, "resnet50": 2048}  # torchvision's: name -> its features
 NAMES = [*OWN, *RESNETS, "vgg16"]
-# ((x + 1) / 2 - mean) / std with ImageNet's mean and std, for x in -1..1; a grey image becomes three equal channels
-IMAGENET_SCALE = v2.Normalize(mean=[-0.03, -0.088, -0.188], std=[0.458, 0.448, 0.45])
 
 
 class Classifier(nn.Module):
@@ -61,9 +57,9 @@ def build(
     elif name == "resblocks":
         features, hidden, activation = _resblocks(shape[0], scaled), scaled(512), nn.GELU()
     elif name == "vgg16":
-        features, hidden, activation = _vgg16(pretrained), 512, nn.GELU()
+        features, hidden, activation = _from_torchvision("vgg16_bn", shape[0], pretrained), 512, nn.GELU()
     else:
-        features, hidden = _resnet(name, shape[0], pretrained), RESNETS[name]
+        features, hidden = _from_torchvision(name, shape[0], pretrained), RESNETS[name]
     try:
         with torch.no_grad():
             size = features.eval()(torch.zeros(1, *shape)).numel()
@@ -133,32 +129,32 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
         return super().train(False)
 
 
-def _resnet(name: str, channels: int, pretrained: str) -> nn.Sequential:
-    """A ResNet. Its last layer is linear, and as wide as its input (Guo et al., section 5.1)."""
-    net = getattr(torchvision.models, name)(norm_layer=FrozenBatchNorm2d if pretrained else partial(GroupNorm, 32))
+def _from_torchvision(name: str, channels: int, pretrained: str) -> nn.Module:
+    """A ResNet, or VGG16's convolutions with batch norm: table 11 of Zhang et al. counts its parameters.
+
+    The last layer of the ResNet is linear, and as wide as its input (Guo et al., section 5.1).
+    """
+    from torchvision import models  # here, because torchvision starts slowly
+    from torchvision.transforms import v2
+
+    options = {} if name == "vgg16_bn" else {"norm_layer": FrozenBatchNorm2d if pretrained else partial(GroupNorm, 32)}
+    net = getattr(models, name)(**options)
     if pretrained:
-        _load_imagenet(net, name, pretrained)
-    elif channels == 1:
-        net.conv1 = nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
-    net.fc = nn.Linear(net.fc.in_features, net.fc.in_features)
-    return nn.Sequential(IMAGENET_SCALE, net) if pretrained else net
-
-
-def _vgg16(pretrained: str) -> nn.Sequential:
-    """VGG16's convolutions, with batch norm: table 11 of Zhang et al. counts its parameters."""
-    net = torchvision.models.vgg16_bn()
-    if pretrained:
-        _load_imagenet(net, "vgg16_bn", pretrained)
-    return nn.Sequential(IMAGENET_SCALE, net.features) if pretrained else net.features
-
-
-def _load_imagenet(net: nn.Module, name: str, source: str) -> None:
-    weights = torchvision.models.get_model_weights(name).IMAGENET1K_V1  # the papers use these
-    try:
-        download = source == "imagenet"
-        net.load_state_dict(weights.get_state_dict(check_hash=True) if download else torch.load(source))
-    except Exception as e:  # many types; UnpicklingError's text advises an unsafe load, so it is left out
-        raise UserError(
-            f"--pretrained: the weights of {name} cannot be loaded from {source} ({type(e).__name__}): with no network,"
-            f" download {weights.url} elsewhere and give the file's path"
-        ) from e
+        weights = models.get_model_weights(name).IMAGENET1K_V1  # the papers use these
+        try:
+            download = pretrained == "imagenet"
+            net.load_state_dict(weights.get_state_dict(check_hash=True) if download else torch.load(pretrained))
+        except Exception as e:  # many types; UnpicklingError's text advises an unsafe load, so it is left out
+            raise UserError(
+                f"--pretrained: the weights of {name} cannot be loaded from {pretrained} ({type(e).__name__}): with no"
+                f" network, download {weights.url} elsewhere and give the file's path"
+            ) from e
+    if name in RESNETS:
+        if channels == 1 and not pretrained:
+            net.conv1 = nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
+        net.fc = nn.Linear(net.fc.in_features, net.fc.in_features)
+    features = net if name in RESNETS else net.features
+    if not pretrained:
+        return features
+    # ((x + 1) / 2 - mean) / std with ImageNet's mean and std, for x in -1..1; grey becomes three equal channels
+    return nn.Sequential(v2.Normalize([-0.03, -0.088, -0.188], [0.458, 0.448, 0.45]), features)

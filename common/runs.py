@@ -8,13 +8,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import redirect_stdout
+from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
 
 import torch
 import torch.nn as nn
-import torchvision
 from torch import Tensor
 from tqdm import tqdm
 
@@ -24,7 +23,7 @@ from common.train import Trainer
 
 VERSION = 5  # of the format of checkpoint.pt
 SAVE_EVERY = 10  # seconds between two checkpoints, at least
-FREE = ("resume", "out", "device", "data_dir")  # flags that a resumed run may change
+FREE = ("resume", "out", "device", "data_dir", "processes")  # flags that a resumed run may change
 COLUMNS = [
     "round", "seconds", "train_loss", "id_accuracy", "ood_accuracy", "rare_accuracy", "id_selected", "selected_size",
     "selected", "left_out",
@@ -82,9 +81,9 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / "args.json").exists():
             about = {
-                "method": args.method, "name": args.name, "flags": vars(args), "threads": torch.get_num_threads(),
-                "ranks": ranks.COUNT, "gpu": torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
-                "python": sys.version.split()[0], "torch": torch.__version__, "torchvision": torchvision.__version__,
+                "method": args.method, "name": args.name, "flags": vars(args), "processes": ranks.COUNT,
+                "gpu": torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
+                "python": sys.version.split()[0], "torch": torch.__version__, "torchvision": version("torchvision"),
             }  # fmt: skip
             _write(self.folder / "args.json", lambda part: part.write_text(json.dumps(about, indent=1) + "\n"))
         self.lock = open(self.folder / "args.json", "r+")  # noqa: SIM115  (the lock ends with the program)
@@ -237,17 +236,24 @@ def verdict(idea: str, outcome: str, holds: bool) -> None:
 
 
 def launch(name: str, main: Callable[[], None]) -> None:
-    """Runs the program called `name` from the command line.
+    """Runs the program called `name` from the command line, in as many processes as its flags ask for.
 
     Exit codes: 2 is a user's mistake, 130 is Ctrl-C, and 1 is an error of the operating system, such as a full disk.
-    Each of these is one line on stderr. Ranks after the first print an error only if no other rank has ended the run.
+    Each of these is one line on stderr. A rank after the first reports an error only if the first one, which usually
+    meets the same error, has not ended the run three seconds later.
     """
     _started.clear()
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (closed by the user)
     try:
-        with redirect_stdout(open(os.devnull, "w") if ranks.RANK > 0 else sys.stdout):
+        ranks.begin()
+        try:
             main()
-        ranks.leave()
+            if ranks.RANK > 0:
+                os._exit(0)  # without any destructor, since the first rank may be waiting for nothing but this end
+        except Exception as e:
+            # a RuntimeError may mean that another rank has just ended; then a signal says so within this second
+            time.sleep(3 if ranks.RANK > 0 else isinstance(e, RuntimeError) and ranks.COUNT > 1)
+            raise
         return
     except UserError as e:
         code, message = 2, str(e)
@@ -255,12 +261,10 @@ def launch(name: str, main: Callable[[], None]) -> None:
         code, message = 1, str(e)
     except KeyboardInterrupt:
         code, message = 130, "stopped"
-    except RuntimeError:
-        time.sleep(3 if ranks.RANK > 0 else 0)  # another rank may have printed the reason; then torchrun ends this one
-        raise
+    finally:
+        ranks.leave()
     if ranks.RANK > 0 and code == 130:
         sys.exit(code)
-    time.sleep(3 if ranks.RANK > 0 else 0)  # as above
     for run in _started:
         if run.bar:
             run.bar.close()  # ends its line

@@ -55,7 +55,7 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if ranks.COUNT > 1 and name == "cuda":
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
+        name = f"cuda:{os.environ.get('LOCAL_RANK', ranks.RANK)}"  # torchrun sets it
     try:
         device = torch.ones(1, device=name).device  # cuda becomes cuda:0
         assert device.type in ("cpu", "cuda"), "only cpu and cuda are supported"
@@ -233,15 +233,17 @@ class Trainer:
         """
         set_weights(model, w)
         model.eval()
-        sums = torch.zeros(2, len(parts), device=self.device)
-        for i, part in enumerate(parts):
-            for positions in part.tensor_split(ranks.COUNT)[ranks.RANK].to(self.device).split(self.chunk):
-                x, y = self.batch(positions)
-                with self.autocast():
-                    logits = model(x).float()
-                sums[0, i] += (logits.argmax(1) == y).sum()
-                sums[1, i] += F.cross_entropy(logits, y, reduction="sum")
-        accuracy, loss = ranks.sum_over(sums) / torch.tensor([len(part) for part in parts], device=self.device)
+        chunks = [part.split(self.chunk) for part in parts]
+        pieces = [chunk for of_part in chunks for chunk in of_part]
+        sums = torch.zeros(len(pieces), 2, device=self.device)
+        for i in ranks.share_out([len(chunk) for chunk in pieces]):
+            x, y = self.batch(pieces[i].to(self.device))
+            with self.autocast():
+                logits = model(x).float()
+            sums[i, 0] = (logits.argmax(1) == y).sum()
+            sums[i, 1] = F.cross_entropy(logits, y, reduction="sum")
+        of_parts = ranks.sum_over(sums).split([len(of_part) for of_part in chunks])  # each row is known to one rank
+        accuracy, loss = torch.stack([rows.sum(0) / len(part) for rows, part in zip(of_parts, parts, strict=True)], 1)
         if not loss.isfinite().all():
             raise UserError("training diverged, because the model's logits are not finite: lower --lr")
         return accuracy, loss

@@ -1,4 +1,4 @@
-"""Runs the experiments of experiments.csv, one thread each and two at a time, and records them in the pages' CSVs.
+"""Runs the experiments of experiments.csv, one process each and two at a time, and records them in the pages' CSVs.
 
     python -m results.experiments                          all of them (many hours on two cores)
     python -m results.experiments uefl/glyphs wu/cifar10   those with one of these beginnings, in this order
@@ -57,8 +57,8 @@ def finish(experiment: str, seed: int, command: str, commit: str) -> bool:
     folder.parent.mkdir(parents=True, exist_ok=True)
     flags = ["--resume", folder] if (folder / "args.json").exists() else [*flags, "--seed", seed, "--out", folder]
     with (RUNS / "log.txt").open("a") as log:
-        words, env = map(str, [sys.executable, program, *flags]), {**os.environ, "OMP_NUM_THREADS": "1"}
-        code = subprocess.run(words, env=env, stdout=log, stderr=log).returncode
+        words = [sys.executable, program, *flags, "--processes", "1"]
+        code = subprocess.run([*map(str, words)], stdout=log, stderr=log).returncode
     folders = [folder, *folder.parent.glob(f"{seed}-*")]
     finished = code == 0 and all((of_run / "model.pt").exists() for of_run in folders)
     if finished:

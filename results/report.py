@@ -15,7 +15,7 @@ from common import UserError, first_line, runs
 from results.tables import Rows, Run, curves, numbers, table, value
 
 COLUMNS = ["id_accuracy", "ood_accuracy", "rare_accuracy", "mA", "mE", "mP", "train_loss"]
-NOT_COMPARED = ("seed", "out", "resume", "device", "data_dir", "compare", "method", "name")
+NOT_COMPARED = ("seed", "out", "resume", "device", "data_dir", "processes", "compare", "method", "name")
 
 
 def read(folder: Path) -> tuple[str, dict, Run]:

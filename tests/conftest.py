@@ -8,6 +8,7 @@ import torch
 from matplotlib.figure import Figure
 
 import common.data
+import common.ranks
 import common.runs
 from common.data import Dataset
 from common.train import Trainer
@@ -43,6 +44,7 @@ drawn = functools.cache(common.data.glyphs)
 @pytest.fixture(autouse=True)
 def glyphs_are_drawn_once(monkeypatch):
     monkeypatch.setattr(common.data, "glyphs", drawn)
+    monkeypatch.setattr(common.ranks, "cores", lambda: 1)  # or a test of launch() would fork pytest
     common.data.load.cache_clear()  # the folders of two tests may have one path
 
 

@@ -1,11 +1,14 @@
-"""Tests run this under torchrun: every method for three rounds on the tiny data set, or only FedAvg for ROUNDS rounds.
+"""The methods on the tiny data set, in several processes: child() forks them, or torchrun starts this program.
 
-ranks.py FOLDER [ROUNDS]
+ranks.py FOLDER [METHOD --flag value ...]
 """
 
+import multiprocessing
 import os
+import signal
 import sys
 
+import torch
 from conftest import make_tiny
 
 import common.data
@@ -15,7 +18,7 @@ import fedavg
 import fediir
 import minimax_select
 import uefl
-from common import runs
+from common import ranks, runs
 
 SMALL = "--width 0.125 --local-epochs 2 --batch-size 8 --device cpu --precision float32 "
 SKEWED = SMALL + "--model cnn --clients 8 --participating 6 --partition dirichlet --dirichlet 1 --rounds 3 --lr 0.1 "
@@ -32,16 +35,39 @@ CALLS = {
 }
 
 
-def call(method, *more: str) -> None:
-    method.main([*CALLS[method].split(), "--out", method.__name__, *more])
+def prepare(folder) -> None:
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    common.data.load = lambda name, *args: make_tiny()
+    runs.SAVE_EVERY = 0
+
+
+def child(method, flags: list[str], folder, kill_in_round: int = 0) -> multiprocessing.Process:
+    """A process that runs a method in this folder as a shell would; what it says goes to `out` and `err` there.
+
+    It starts with everything imported. If kill_in_round is given, rank 1 dies in this round.
+    """
+
+    def main():
+        prepare(folder)
+        record = runs.Run.record
+
+        def record_or_die(self, *args, **values):
+            if self.t == kill_in_round and ranks.RANK == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            record(self, *args, **values)
+
+        runs.Run.record = record_or_die
+        with open("out", "a") as sys.stdout, open("err", "a") as sys.stderr:
+            runs.launch(f"{method.__name__}.py", lambda: method.main(flags))
+
+    process = multiprocessing.get_context("fork").Process(target=main)
+    process.start()
+    return process
 
 
 if __name__ == "__main__":
-    _, folder, *rounds = sys.argv
-    os.chdir(folder)
-    common.data.load = lambda name, *args: make_tiny()
-    if rounds:
-        runs.SAVE_EVERY = 0
-        runs.launch("fedavg.py", lambda: call(fedavg, "--rounds", *rounds))
-    else:
-        runs.launch("ranks.py", lambda: [call(method) for method in CALLS])
+    _, folder, *more = sys.argv
+    prepare(folder)
+    calls = {m: flags.split() for m, flags in CALLS.items() if not more or m.__name__ == more[0]}
+    runs.launch("ranks.py", lambda: [m.main([*f, "--out", m.__name__, *more[1:]]) for m, f in calls.items()])

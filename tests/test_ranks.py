@@ -1,50 +1,86 @@
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import make_tiny, read_rows
-from ranks import CALLS, call
+from conftest import read_rows
+from ranks import CALLS, child
 
-import common.data
+import fedavg
 from common import ranks
+from common.ranks import cores
 
 HERE = Path(__file__).parent
 
 
+def run(folder, method, *flags, kill_in_round=0):
+    """A method's run in this folder. Returns its exit code, and the last line on stderr."""
+    folder.mkdir(exist_ok=True)
+    words = [*flags] if "--resume" in flags else [*CALLS[method].split(), "--out", method.__name__, *flags]
+    process = child(method, words, folder, kill_in_round)
+    process.join()
+    return process.exitcode, (folder / "err").read_text().replace("\r", "\n").rstrip().splitlines()[-1]
+
+
+def outcome(folder):
+    """What a run leaves, without the seconds that it took: model.pt, metrics.csv and the names of its files."""
+    rows = [{column: cell for column, cell in row.items() if column != "seconds"} for row in read_rows(folder)]
+    return (folder / "model.pt").read_bytes(), rows, {file.name for file in folder.iterdir()}
+
+
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """The folder in which all methods ran on two ranks."""
-    folder = tmp_path_factory.mktemp("two")
+def folders(tmp_path_factory):
+    """All methods in 1, 2 and 9 processes, and in two that torchrun starts: a folder for each of the four."""
+    top = tmp_path_factory.mktemp("ranks")
+    for count in ("1", "2", "9"):
+        for method in CALLS:
+            assert run(top / count, method, "--processes", count)[0] == 0, (top / count / "err").read_text()
+    (top / "torchrun").mkdir()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = {"PYTHONPATH": f"{HERE.parent}:{HERE}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*torchrun, HERE / "ranks.py", folder], capture_output=True, text=True, env=env)
+    done = subprocess.run([*torchrun, HERE / "ranks.py", top / "torchrun"], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
-    return folder, done
+    (top / "torchrun/out").write_text(done.stdout)
+    return top
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_two_ranks_end_where_one_does(two_ranks, method, tmp_path, monkeypatch):
-    monkeypatch.setattr(common.data, "load", lambda name, *args: make_tiny())
-    monkeypatch.chdir(tmp_path)
-    call(method)
-    alone, together = (folder / method.__name__ for folder in (tmp_path, two_ranks[0]))
-    assert {f.name for f in alone.iterdir()} == {f.name for f in together.iterdir()}
-    one, two = (torch.load(folder / "model.pt") for folder in (alone, together))
-    assert one.keys() == two.keys()
-    for name, tensor in one.items():
-        assert torch.allclose(tensor.float(), two[name].float(), rtol=1e-4, atol=1e-5), name
-    rows, others = read_rows(alone), read_rows(together)
-    assert [row["selected"] for row in rows] == [row["selected"] for row in others]
-    for column in set(rows[0]) - {"seconds", "selected"}:
-        for row, other in zip(rows, others, strict=True):
-            expected = [pytest.approx(float(value), rel=1e-3, abs=1e-3) for value in row[column].split()]
-            assert [float(value) for value in other[column].split()] == expected, column
+@pytest.mark.parametrize("started", ["2", "9", "torchrun"])
+def test_any_number_of_processes_gives_the_same_bytes(folders, started, method):
+    assert outcome(folders / started / method.__name__) == outcome(folders / "1" / method.__name__)
 
 
-def test_only_one_rank_prints(two_ranks):
-    assert two_ranks[1].stdout.count("pictures are in") == len(CALLS)
+@pytest.mark.parametrize(("started", "count"), [("1", 1), ("2", 2), ("9", 3), ("torchrun", 2)])
+def test_no_more_processes_than_clients_in_a_round_and_only_one_prints(folders, started, count):
+    assert json.loads((folders / started / "fedavg/args.json").read_text())["processes"] == count
+    assert (folders / started / "out").read_text().count("pictures are in") == len(CALLS)
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_a_run_whose_helper_dies_ends_in_one_line_and_resumes_with_another_number(folders, method, tmp_path):
+    name = method.__name__
+    code, said = run(tmp_path, method, "--processes", "3", kill_in_round=2)
+    assert code == 1 and "Traceback" not in (tmp_path / "err").read_text()
+    assert said.startswith(f"{name}.py: a helper process was killed by signal 9") and said.endswith(f"--resume {name}")
+    assert run(tmp_path, method, "--resume", name, "--processes", "1")[0] == 0
+    assert outcome(tmp_path / name) == outcome(folders / "1" / name)
+
+
+@pytest.mark.parametrize("count", ["1", "3"])
+def test_a_users_mistake_is_one_line_from_any_number_of_processes(tmp_path, count):
+    code, _ = run(tmp_path, fedavg, "--lr", "1e8", "--processes", count)
+    said = [line for line in (tmp_path / "err").read_text().replace("\r", "\n").splitlines() if "fedavg.py" in line]
+    assert code == 2 and len(said) == 1 and "lower --lr" in said[0], said
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("max 100000", 8), ("250000 100000", 2), ("10000 100000", 1)])
+def test_cores_are_those_that_the_container_may_use(monkeypatch, limit, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(Path, "read_text", lambda self: limit)
+    assert cores() == expected
 
 
 @pytest.mark.parametrize(("count", "most_work"), [(1, 28), (2, 15), (3, 10), (8, 9)])

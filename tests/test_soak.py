@@ -4,8 +4,8 @@ pytest -m soak -s          # hypothesis, for the last of them, comes with: pip i
 """
 
 import argparse
+import contextlib
 import io
-import multiprocessing
 import os
 import random
 import shutil
@@ -18,34 +18,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_tiny, read_rows
+from conftest import read_rows
 from PIL import Image
-from ranks import CALLS
+from ranks import CALLS, child
 
-import common.data
 import fedavg
 from common import UserError, runs
 from common.data import image_folder
 
 pytestmark = pytest.mark.soak
 HERE, KILLS = Path(__file__).parent, 20
-fork = multiprocessing.get_context("fork")  # a child starts with everything imported
-
-
-def child(method, flags, stderr):
-    """A process that runs a method as a shell would, with a checkpoint after every round."""
-
-    def main():
-        torch.set_num_threads(1)
-        common.data.load = lambda name, *args: make_tiny()
-        runs.SAVE_EVERY = 0
-        with open(stderr, "a") as sys.stderr:
-            sys.stdout = io.StringIO()
-            runs.launch(f"{method.__name__}.py", lambda: method.main(flags))
-
-    process = fork.Process(target=main)
-    process.start()
-    return process
 
 
 def outcome(folder):
@@ -58,33 +40,50 @@ def outcomes(folder):
     return {run.name: outcome(run) for run in folder.iterdir()}
 
 
+def helpers_of(pid: int) -> list[int]:
+    """The process ids of the helpers that this process has forked by now."""
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout
+    return [int(helper) for helper in found.split()]
+
+
 @pytest.mark.parametrize("method", CALLS)
 def test_killed_at_any_moment_it_ends_with_the_same_bytes(method, tmp_path):
+    """Each start has 1 to 3 processes, and a kill hits any one of them."""
     flags = [*CALLS[method].split(), "--rounds", "30"]
     flags += ["--later-rounds", "10"] if "--later-rounds" in flags else []
     began = time.monotonic()
-    child(method, [*flags, "--out", str(tmp_path / "whole/run")], tmp_path / "err").join()
+    child(method, [*flags, "--out", "whole/run"], tmp_path).join()
     took, expected = time.monotonic() - began, outcomes(tmp_path / "whole")
 
-    moments, kills, ends, folder = random.Random(0), 0, 0, tmp_path / "cut/run"
+    draw, kills, of_helpers, slowest, ends, folder = random.Random(0), 0, 0, 0.0, 0, tmp_path / "cut/run"
     while kills < KILLS or folder.exists():
         known = (folder / "args.json").exists()
         if not known:
             shutil.rmtree(folder.parent, ignore_errors=True)
-        process = child(
-            method, ["--resume", str(folder)] if known else [*flags, "--out", str(folder)], tmp_path / "err"
-        )
-        process.join(moments.uniform(0, took / 2) if kills < KILLS else None)
+        start = ["--resume", "cut/run"] if known else [*flags, "--out", "cut/run"]
+        process = child(method, [*start, "--processes", str(draw.randint(1, 3))], tmp_path)
+        process.join(draw.uniform(0, took / 2) if kills < KILLS else None)
         if process.is_alive():
-            process.kill()
-            kills += 1
-            process.join()
+            helpers = helpers_of(process.pid)
+            victim = draw.choice([process.pid, *helpers])
+            with contextlib.suppress(ProcessLookupError):  # a helper that has just come to its end
+                os.kill(victim, signal.SIGKILL)
+            began = time.monotonic()
+            process.join(5)
+            slowest = max(slowest, time.monotonic() - began)
+            time.sleep(0.1)
+            left = [helper for helper in helpers if os.path.exists(f"/proc/{helper}")]
+            assert not process.is_alive() and not left, (process, left)
+            kills, of_helpers = kills + 1, of_helpers + (victim != process.pid)
         elif process.exitcode == 0:
             assert outcomes(folder.parent) == expected
             ends += 1
             shutil.rmtree(folder.parent)
-        assert process.exitcode in (0, -9), (tmp_path / "err").read_text()
-    print(f"{method.__name__}: {kills} kills, {ends} runs brought to their end, 0 differences")
+        said = (tmp_path / "err").read_text()
+        assert process.exitcode in (0, 1, -9) and "Traceback" not in said, said
+        assert said.count(f"{method.__name__}.py: ") == said.count("killed by signal 9"), said
+    print(f"{method.__name__}: {kills} kills, {of_helpers} of them of helpers, the slowest end after {slowest:.1f} s, "
+          f"{ends} runs brought to their end, 0 differences")  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [8, 16, 24, 32, 40, 48, 64, 96])
@@ -95,14 +94,14 @@ def test_a_full_disk_ends_the_run_and_resume_goes_on(tmp_path, size):
         pytest.skip("mounting a small disk takes root")
     try:
         flags = CALLS[fedavg].split()
-        child(fedavg, [*flags, "--out", str(tmp_path / "whole")], tmp_path / "err").join()
-        full = child(fedavg, [*flags, "--out", str(disk / "run")], tmp_path / "err")
+        child(fedavg, [*flags, "--out", "whole"], tmp_path).join()
+        full = child(fedavg, [*flags, "--out", str(disk / "run")], tmp_path)
         full.join()
         said = (tmp_path / "err").read_text().splitlines()[-1]
         assert full.exitcode == 1 and said.startswith("fedavg.py: ") and "Traceback" not in said
         print(f"disk of {size} kB: {said.replace(str(tmp_path), '')}")
         subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
-        again = child(fedavg, ["--resume", str(disk / "run")], tmp_path / "err")
+        again = child(fedavg, ["--resume", str(disk / "run")], tmp_path)
         again.join()
         assert again.exitcode == 0 and outcome(disk / "run") == outcome(tmp_path / "whole")
     finally:
@@ -113,7 +112,9 @@ def test_a_rank_that_dies_ends_the_run_and_its_checkpoint_is_good(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = {"PYTHONPATH": f"{HERE.parent}:{HERE}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     with open(tmp_path / "said", "w") as said:
-        both = subprocess.Popen([*torchrun, HERE / "ranks.py", tmp_path, "100000"], env=env, stderr=said)
+        both = subprocess.Popen(
+            [*torchrun, HERE / "ranks.py", tmp_path, "fedavg", "--rounds", "100000"], env=env, stderr=said
+        )
     try:
         while not (tmp_path / "fedavg/checkpoint.pt").exists():
             assert both.poll() is None, (tmp_path / "said").read_text()
