@@ -54,7 +54,7 @@ def places(differences: list[np.ndarray], numbers: list[float | None]) -> list[t
 def says(zero: str, effect: str, what: str) -> str:
     """The answer of a row in words. what: a gain or a loss."""
     seen = {"inside": "no difference seen", "excluded": what}.get(zero, f"a hint of {what}")
-    place = {"inside": "possible", "excluded": "excluded"}.get(effect, "unlikely")
+    place = {"inside": "possible", "excluded": "excluded"}.get(effect, "doubtful")
     return f"{seen}; one as large as the paper's is {place}" if effect else seen
 
 
@@ -71,11 +71,12 @@ panels: dict[str, list] = {}
 for claim, p, earlier, (zero, p_values), (effect, _) in zip(CLAIMS, pairs, before, zeros, effects, strict=True):
     label, seeds = f"{claim[0]}: {claim[1]}", len(p.difference)
     paper = show(np.array([p.effect]), p.column, "+") if p.paper else ""
-    so_far = f"not run with fresh seeds; earlier ones: {show(earlier.difference, p.column, '+')}"
-    answers.append([label, paper, so_far if len(earlier.difference) > 1 else "not run yet", "", "", ""])
+    old = earlier.difference
+    so_far = f"not run with fresh seeds; {len(old)} earlier ones: {show(old, p.column, '+')}"
+    answers.append([label, paper, so_far if len(old) > 1 else "not run yet", "", "", ""])
     designs.append([label, f"{seeds} of {claim[6]}", "", "", "", claim[7]])
-    if len(earlier.difference) and not claim[2].endswith("weighting"):
-        designs[-1][4] = f"{show(earlier.difference, p.column, '+')}, {len(earlier.difference)} seeds"
+    if len(old) and not claim[2].endswith("weighting"):
+        designs[-1][4] = f"{show(old, p.column, '+')}, {len(old)} seeds"
     if seeds > 1:
         what, effect = (
             "a gain" if (p.difference.mean() > 0) == (p.column != "mE") else "a loss",

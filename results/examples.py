@@ -6,7 +6,7 @@ from results.tables import TITLES, build, differences, pair, read
 
 RUNS = read("examples.csv")
 SKILL, RARE = "ood_accuracy id_accuracy", "rare_share rare_accuracy ood_accuracy"
-SILOS, OWN = "turned_accuracy upright_accuracy", "turned_share upright_share"
+SILOS = "turned_accuracy upright_accuracy"
 ROWS = [  # page, block, what is compared, the two experiments, the measures
     ("fedavg", "example", "alpha 0.1, not 1", "fedavg/skew fedavg/skew-alpha-1", SKILL),
     ("fedavg", "example", "alpha 0.1, not 100", "fedavg/skew fedavg/skew-alpha-100", SKILL),
@@ -37,7 +37,7 @@ ROWS = [  # page, block, what is compared, the two experiments, the measures
     *(("fediir", "grid", f"gamma {g}, batches of {b}, not gamma 50 and all data",
        f"fediir/gamma-{g}-batch-{b} fediir/colours", SKILL)
       for g, b in ((5, 6000), (500, 6000), (5, 450), (500, 450), (5, 32))),
-    ("uefl", "example", "UEFL, not static", "uefl/turned uefl/turned-static", f"{SILOS} {OWN}"),
+    ("uefl", "example", "UEFL, not static", "uefl/turned uefl/turned-static", SILOS),
     ("uefl", "example", "UEFL, not FedAvg", "uefl/turned uefl/turned-fedavg", SILOS),
     ("uefl", "controls", "UEFL, not twelve words from the start", "uefl/turned uefl/twelve-words", SILOS),
     ("uefl", "controls", "UEFL, not words for everybody", "uefl/turned uefl/shared-words", SILOS),
@@ -50,10 +50,8 @@ for name, runs in RUNS.items():
         for row in (row for row in run.rows if row["id_accuracy"] is not None):
             row["rare_share"] = share
             if row["accuracies"]:  # of UEFL's silos, of which the first three are upright
-                own = np.array(row["codewords"]) > run.rows[0]["codewords"][0]
                 for half, silos in {"upright": slice(3), "turned": slice(3, None)}.items():
                     row[f"{half}_accuracy"] = np.mean(row["accuracies"][silos])
-                    row[f"{half}_share"] = own[silos].mean()
 for page in dict.fromkeys(row[0] for row in ROWS):
     blocks: dict[str, list] = {}
     for _, block, what, two, columns in (row for row in ROWS if row[0] == page):

@@ -34,20 +34,18 @@ ROWS = [  # folder, data, note, rows that are compared
     ("wu/glyphs-longer", ", glyphs, 75 rounds", "planned later", HULL),
     ("wu/cifar10", ", CIFAR-10", "settings chosen here", f"{HULL}, hull largest-as-many"),
     ("wu/cifar10", ", CIFAR-10", "", MINIMAX),
-    ("wu/glyphs-weighting", ", glyphs", "seeds added", "entropy size, entropy equal"),
-    ("wu/cifar10-weighting", ", CIFAR-10", "seeds added", "entropy size, entropy equal"),
+    ("wu/glyphs-weighting", ", glyphs", "seeds added", "entropy size"),
+    ("wu/glyphs-weighting", ", glyphs", "row and seeds added", "entropy equal"),
+    ("wu/cifar10-weighting", ", CIFAR-10", "seeds added", "entropy size"),
+    ("wu/cifar10-weighting", ", CIFAR-10", "row and seeds added", "entropy equal"),
     ("wu/glyphs", ", glyphs", "planned later", TRIM),
     ("wu/glyphs-noise", ", glyphs, wrong labels", "", f"{TRIM}, entropy-tv entropy"),
 ]
 FRESH_ROWS = [
     ("wu/glyphs", ", glyphs", "", f"{HULL}, {MINIMAX}, random-size random"),
-    (
-        "wu/cifar10",
-        "CIFAR-10",
-        "",
-        "hull random-as-many, hull by-size, minimax by-size, by-size random, random-size random",
-    ),
-]
+    ("wu/cifar10", ", CIFAR-10", "",
+     "hull random-as-many, hull by-size, minimax by-size, by-size random, random-size random"),
+]  # fmt: skip
 
 more = {}
 for block, runs, of_block in [("rows", RUNS, ROWS), ("fresh", FRESH, FRESH_ROWS)]:
