@@ -222,7 +222,8 @@ def _saved_flags(folder: str, method: str) -> tuple[str, list[str]]:
 def prepare(args: argparse.Namespace, **model_options) -> tuple[data.Dataset, Clients, models.Classifier, Trainer]:
     """Data, clients, initial model and trainer that these flags ask for.
 
-    Fills in args.precision. Raises UserError if the flags do not fit together.
+    Fills in args.precision. From here on the program may run in several processes (common/ranks.py). Raises UserError
+    if the flags do not fit together.
     """
     dataset = data.load(args.dataset, args.data_dir, args.image_size, tuple(args.rotate or ()), args.seed)
     if len(dataset.classes) < 2:

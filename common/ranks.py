@@ -1,8 +1,8 @@
 """Several processes that work on one run, called ranks: `--processes N`, or `torchrun` for several machines.
 
 Every rank runs the whole program. The ranks share the training and the evaluation, exchange the results, and then all
-compute the same server step. Only the first rank writes files and prints. On a CPU each rank computes with one thread,
-so a result depends neither on the number of ranks nor on the number of cores.
+compute the same server step. Only the first rank writes files and prints. In a program that launch() runs, each rank
+computes with one thread, so a result depends neither on the number of ranks nor on the number of cores.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _is_program, _helpers, _store = False, [], None  # _helpers: process ids of the 
 
 
 def begin() -> None:
-    """Says that a program begins here. start() may fork it, as it has no other threads, and it gets no more of them."""
+    """Says that a program begins here. start() may fork it, because nothing has been computed in threads yet."""
     global _is_program
     _is_program = True
     torch.set_num_threads(1)
@@ -37,7 +37,7 @@ def begin() -> None:
 
 
 def cores() -> int:
-    """How many CPU cores this program may use, by its affinity and by the limit of its container (cgroup 2)."""
+    """How many cores this program may use, by its affinity and its container (cgroup 2); 1 where it cannot fork."""
     count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
     with suppress(OSError, ValueError):  # there is no such file, or it says "max"
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
@@ -49,65 +49,81 @@ def start(processes: int | None, device: str, most: int) -> None:
     """Forks this program, so that there are `processes` ranks, but no more than `most` and than GPUs, if it uses them.
 
     The default is one rank for each GPU, or else for each core. The helpers return from here as ranks 1, 2, ... They
-    share the memory of what is loaded by now, and the system ends them when the first rank ends. Nothing happens if
-    torchrun has started the ranks, or if begin() was not called. Raises UserError if this system cannot fork safely.
+    share the memory of what is loaded by now, and the system ends them when the first rank ends. Only the first call of
+    a program does this, and only after begin(). Raises UserError if this system cannot fork safely, or if torchrun has
+    already started the ranks and `processes` is given, too.
     """
     global RANK, COUNT, _store
     gpus = torch.cuda.device_count() if device in ("auto", "cuda") else int(device.startswith("cuda"))
     count = min(processes or gpus or cores(), most, gpus or most)
+    if COUNT > 1 and processes and not _store:
+        raise UserError("--processes: torchrun says how many there are; leave it out")
     if COUNT > 1 or count == 1 or not _is_program:
         return
     if sys.platform != "linux":
         raise UserError("--processes: only Linux can fork a program safely; use --processes 1, or torchrun")
     sys.stdout.flush()
-    first, COUNT, door = os.getpid(), count, socket.create_server(("127.0.0.1", 0))
-    signal.signal(signal.SIGCHLD, _helper_ended)
+    parent, COUNT, listener = os.getpid(), count, socket.create_server(("127.0.0.1", 0))
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first rank alone
     for rank in range(1, count):
-        _helpers.append(os.fork())
-        if not _helpers[-1]:
-            RANK, sys.stdout = rank, open(os.devnull, "w")  # noqa: SIM115
-            _helpers.clear()
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first rank
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != first:
-                os._exit(1)
-            break
+        if pid := os.fork():
+            _helpers.append(pid)
+            continue
+        RANK, sys.stdout = rank, open(os.devnull, "w")  # noqa: SIM115
+        _helpers.clear()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        break
+    if RANK == 0:
+        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGCHLD, _helper_ended)
+        _helper_ended()  # one may have ended before
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    port, listen = door.getsockname()[1], {"master_listen_fd": door.detach()} if RANK == 0 else {}
+    port, listen = listener.getsockname()[1], {"master_listen_fd": listener.detach()} if RANK == 0 else {}
     _store = dist.TCPStore("127.0.0.1", port, is_master=RANK == 0, wait_for_workers=False, **listen)
 
 
 def _helper_ended(*_) -> None:
-    """Ends the first rank when a helper has failed, wherever the first rank is at this moment."""
+    """Ends the first rank, wherever it is at this moment, when a helper has failed: raises ChildProcessError."""
     for pid in _helpers:
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if end and end.si_status:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # one message is enough
-            killed = f"killed by signal {end.si_status}, perhaps for lack of memory: use fewer --processes"
-            raise ChildProcessError(f"a helper process {'failed' if end.si_code == os.CLD_EXITED else 'was ' + killed}")
+            memory = ", perhaps for lack of memory: use fewer --processes" if end.si_status == signal.SIGKILL else ""
+            killed = f"was killed by signal {end.si_status}{memory}"
+            raise ChildProcessError(f"a helper process {'failed' if end.si_code == os.CLD_EXITED else killed}")
 
 
 def join(device: torch.device) -> None:
     """Connects the ranks, if there are several. Each rank has one device of this type."""
     if COUNT > 1 and not dist.is_initialized():
+        if _store:
+            _store.add("here", 1)
+        while _store and _store.add("here", 0) < COUNT:
+            time.sleep(0.01)  # lets signals through, while the next call would not before all ranks are here
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        forever = timedelta(days=7)  # one client may train for hours
-        dist.init_process_group(backend, store=_store, rank=RANK, world_size=COUNT, timeout=forever)
+        patience = timedelta(days=7)  # one client may train for hours
+        dist.init_process_group(backend, store=_store, rank=RANK, world_size=COUNT, timeout=patience)
 
 
 def meet() -> None:
-    """Waits until all ranks are here."""
+    """Waits until all ranks are here. Unlike dist.barrier, this lets Ctrl-C through."""
     sum_over(torch.zeros(1))
 
 
 def leave() -> None:
     """Ends the helpers, and disconnects the ranks."""
+    global COUNT, _store
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for pid in _helpers:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+    _helpers.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+    if _store:
+        COUNT, _store = 1, None
 
 
 def share_out(sizes: Sequence[int]) -> list[int]:

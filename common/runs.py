@@ -249,10 +249,12 @@ def launch(name: str, main: Callable[[], None]) -> None:
         try:
             main()
             if ranks.RANK > 0:
-                os._exit(0)  # without any destructor, since the first rank may be waiting for nothing but this end
+                os._exit(0)  # at once: nothing that this rank could still do is needed, and its libraries could fail
         except Exception as e:
-            # a RuntimeError may mean that another rank has just ended; then a signal says so within this second
-            time.sleep(3 if ranks.RANK > 0 else isinstance(e, RuntimeError) and ranks.COUNT > 1)
+            if ranks.RANK > 0:
+                time.sleep(3)
+            elif ranks.COUNT > 1 and isinstance(e, RuntimeError):
+                time.sleep(1)  # if the reason is that a helper has just ended, a signal says so within this second
             raise
         return
     except UserError as e:

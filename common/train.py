@@ -160,7 +160,8 @@ class Trainer:
         updates, losses = torch.zeros(len(ids), len(w), device=self.device), torch.zeros(len(ids), device=self.device)
         mine = ranks.share_out([len(samples[k]) for k in ids])
         work = self.epochs * sum(len(samples[ids[i]]) for i in mine)
-        for i, k in ((i, ids[i]) for i in mine):
+        for i in mine:
+            k = ids[i]
             model.train()
             own = {name: values[k] for name, values in (each or {}).items()}
             steps = client_update(

@@ -2,7 +2,7 @@
 
 First, FedAvg's local training, compared with a bare loop: ten clients train the cnn for five epochs on noise. A time is
 the median of the repetitions (default: 3), in ms per 1,000 samples. The bare loop is eager float32 PyTorch over tensors
-in memory, as a user would write it by hand, with all cores.
+in memory, as a user would write it by hand. Both use all cores here, while a run has one thread per process.
 
 Then whole programs, from their start to their end, in seconds: in one process, in two, and two runs at the same time.
 The rows of each part take turns, so that other work slows all of them alike.
