@@ -62,6 +62,8 @@ def start(processes: int | None, device: str, most: int) -> None:
         return
     if sys.platform != "linux":
         raise UserError("--processes: only Linux can fork a program safely; use --processes 1, or torchrun")
+    from torch import _dynamo  # noqa: F401  (the first optimizer needs it, which would take seconds in every process)
+
     sys.stdout.flush()
     parent, COUNT, listener = os.getpid(), count, socket.create_server(("127.0.0.1", 0))
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first rank alone
@@ -116,6 +118,8 @@ def leave() -> None:
     """Ends the helpers, and disconnects the ranks."""
     global COUNT, _store
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if _helpers:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave some of them behind
     for pid in _helpers:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

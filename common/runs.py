@@ -254,7 +254,7 @@ def launch(name: str, main: Callable[[], None]) -> None:
             if ranks.RANK > 0:
                 time.sleep(3)
             elif ranks.COUNT > 1 and isinstance(e, RuntimeError):
-                time.sleep(1)  # if the reason is that a helper has just ended, a signal says so within this second
+                time.sleep(5)  # if the reason is that a helper has just ended, a signal says so within these seconds
             raise
         return
     except UserError as e:
