@@ -9,6 +9,7 @@ import signal
 import sys
 
 import torch
+import torch._dynamo  # or every child would import it
 from conftest import make_tiny
 
 import common.data

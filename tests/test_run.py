@@ -402,6 +402,7 @@ def test_evaluations_come_every_so_many_rounds_and_after_the_last(start):
     ("where", "says"), [("Run.record", "stopped; continue with --resume run"), ("check_free", "stopped")]
 )
 def test_ctrl_c_is_one_line_that_says_how_to_go_on(start, capsys, monkeypatch, where, says):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
     monkeypatch.setattr(f"common.runs.{where}", lambda *args, **values: signal.raise_signal(signal.SIGINT))
     with pytest.raises(SystemExit) as end:
         runs.launch("fedavg.py", lambda: start(fedavg, CUTS[fedavg] + "--out run"))
