@@ -22,7 +22,9 @@ from torch import Tensor
 
 from common import UserError
 
-RANK, COUNT = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets them
+RANK, COUNT = 0, 1
+if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started this program
+    RANK, COUNT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 _is_program, _helpers, _store = False, [], None  # _helpers: process ids of the ranks that start() has forked
 
@@ -64,7 +66,8 @@ def start(processes: int | None, device: str, most: int) -> None:
         raise UserError("--processes: only Linux can fork a program safely; use --processes 1, or torchrun")
     from torch import _dynamo  # noqa: F401  (the first optimizer needs it, which would take seconds in every process)
 
-    sys.stdout.flush()
+    if sys.stdout:
+        sys.stdout.flush()
     parent, COUNT, listener = os.getpid(), count, socket.create_server(("127.0.0.1", 0))
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first rank alone
     for rank in range(1, count):
@@ -79,14 +82,14 @@ def start(processes: int | None, device: str, most: int) -> None:
         break
     if RANK == 0:
         signal.signal(signal.SIGINT, handler)
-        signal.signal(signal.SIGCHLD, _helper_ended)
-        _helper_ended()  # one may have ended before
+        signal.signal(signal.SIGCHLD, check_helpers)
+        check_helpers()  # one may have ended before
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     port, listen = listener.getsockname()[1], {"master_listen_fd": listener.detach()} if RANK == 0 else {}
     _store = dist.TCPStore("127.0.0.1", port, is_master=RANK == 0, wait_for_workers=False, **listen)
 
 
-def _helper_ended(*_) -> None:
+def check_helpers(*_) -> None:
     """Ends the first rank, wherever it is at this moment, when a helper has failed: raises ChildProcessError."""
     for pid in _helpers:
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -103,6 +106,7 @@ def join(device: torch.device) -> None:
         if _store:
             _store.add("here", 1)
         while _store and _store.add("here", 0) < COUNT:
+            check_helpers()
             time.sleep(0.01)  # lets signals through, while the next call would not before all ranks are here
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         patience = timedelta(days=7)  # one client may train for hours

@@ -255,6 +255,7 @@ def launch(name: str, main: Callable[[], None]) -> None:
                 time.sleep(3)
             elif ranks.COUNT > 1 and isinstance(e, RuntimeError):
                 time.sleep(5)  # if the reason is that a helper has just ended, a signal says so within these seconds
+                ranks.check_helpers()
             raise
         return
     except UserError as e:
