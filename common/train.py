@@ -153,8 +153,8 @@ class Trainer:
         shared         keyword arguments of client_update that are the same for all clients
 
         A client with an upload or a loss that is not finite is left out. Returns three tensors for the others: their
-        ids, int64 [K']; their G [K', P], row i = w - w_i; their mean training losses [K']. The last two are on the
-        device. Raises UserError if no client is left.
+        ids, int64 [K'], and on the device their G [K', P], with row i = w - w_i, and their mean training losses [K'].
+        Raises UserError if no client is left.
         """
         ids = clients.tolist()
         updates, losses = torch.zeros(len(ids), len(w), device=self.device), torch.zeros(len(ids), device=self.device)

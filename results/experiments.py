@@ -43,7 +43,8 @@ def record(folders: dict[str, Path], seed: int, commit: str) -> None:
             for row in csv.DictReader((folder / "metrics.csv").read_text().splitlines()):
                 clients = row["selected"].split()
                 so_far |= set(clients)
-                row |= {"experiment": experiment, "seed": seed, "commit": commit, "torch": about["torch"]}
+                row |= {"experiment": experiment, "seed": seed}
+                row |= {"commit": commit, "torch": about["torch"]} if row["round"] == "1" else {}  # once per run
                 row |= {"clients": len(clients), "clients_so_far": len(so_far)}
                 text += ",".join(str(row.get(column, "")) for column in columns) + "\n"
         part = file.with_suffix(".part")

@@ -1,8 +1,9 @@
 """What the programs of the pages share: the runs of a CSV, their tables, paired differences and pictures.
 
-A CSV has rows of the metrics.csv of finished runs, each with its experiment, seed, commit (if known) and version of
-torch. Instead of the list `selected` it has `clients`, how many clients trained in the round, and `clients_so_far`, how
-many different ones trained up to it. In a page, <!-- NAME --> marks the block of this name: it ends with an empty line.
+A CSV has rows of the metrics.csv of finished runs, each with its experiment and seed; a run's first row also has its
+commit (if known) and version of torch. Instead of the list `selected` it has `clients`, how many clients trained in the
+round, and `clients_so_far`, how many different ones trained up to it. In a page, <!-- NAME --> marks the block of this
+name: it ends with an empty line.
 """
 
 import csv
@@ -23,8 +24,7 @@ TITLES = {
     "id_accuracy": "ID", "ood_accuracy": "OOD", "id_selected": "ID, selected", "selected_size": "n_i",
     "train_loss": "training loss", "penalty_share": "penalty's share", "gradient_spread": "spread of gradients",
     "rare_accuracy": "accuracy on the rare classes", "rare_share": "rare clients among the selected",
-    "turned_accuracy": "accuracy of the turned silos", "turned_share": "turned silos with words of their own",
-    "upright_accuracy": "accuracy of the upright silos", "upright_share": "upright silos with words of their own",
+    "turned_accuracy": "accuracy of the turned silos", "upright_accuracy": "accuracy of the upright silos",
     "gap_share": "ID minus OOD",
 }  # fmt: skip
 LABELS = {  # of rows in pictures
