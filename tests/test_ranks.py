@@ -1,5 +1,6 @@
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,18 @@ def test_a_users_mistake_is_one_line_from_any_number_of_processes(tmp_path, coun
     code, _ = run(tmp_path, fedavg, "--lr", "1e8", "--processes", count)
     said = [line for line in (tmp_path / "err").read_text().replace("\r", "\n").splitlines() if "fedavg.py" in line]
     assert code == 2 and len(said) == 1 and "lower --lr" in said[0], said
+
+
+@pytest.mark.parametrize(("set_by", "expected"), [("torchrun", (1, 2)), ("somebody else", (0, 1))])
+def test_only_torchrun_sets_the_rank(monkeypatch, set_by, expected):
+    """Cluster software sets RANK, too. A lone process that took itself for rank 1 would write nothing."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if set_by == "torchrun":
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    started = runpy.run_path(ranks.__file__)
+    assert (started["RANK"], started["COUNT"]) == expected
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("max 100000", 8), ("250000 100000", 2), ("10000 100000", 1)])
