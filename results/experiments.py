@@ -1,7 +1,7 @@
 """Runs the experiments of experiments.csv, one process each and two at a time, and records them in the pages' CSVs.
 
     python -m results.experiments                          all of them (many hours on two cores)
-    python -m results.experiments uefl/glyphs wu/cifar10   those with one of these beginnings, in this order
+    python -m results.experiments uefl/glyphs wu/cifar10   those with one of these beginnings, seed by seed
 
 A run that is in its page's CSV is skipped, and an interrupted one continues. To repeat a run, remove its rows and its
 folder under runs/experiments. The CSV of wu/glyphs/hull is wu.csv: the first word names it. An experiment with a
