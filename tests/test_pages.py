@@ -293,9 +293,9 @@ def experiments(repository, *beginnings):
 
 
 def lines(*runs):
-    """The rows of these runs in x.csv: (experiment, seed, commit)."""
-    cells = ("1,0.50,2,2", "2,,2,3")
-    return sorted(f"{name},{seed},{commit},2.14,{of_round}" for name, seed, commit in runs for of_round in cells)
+    """The rows of these runs in x.csv: (experiment, seed, commit). A run's later rows lack commit and torch."""
+    cells = ("{},2.14,1,0.50,2,2", ",,2,,2,3")
+    return sorted(f"{name},{seed},{of_round.format(commit)}" for name, seed, commit in runs for of_round in cells)
 
 
 def test_finished_experiments_are_recorded_once(repository):
