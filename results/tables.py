@@ -220,7 +220,7 @@ def draw_pairs(file: Path, panels: Mapping[str, list[Pair]]) -> None:
             widths, better = np.ptp(intervals, axis=1), pairs[0].column != "mE"
             shown = [0, *(p.difference.mean() for p in pairs), *(p.effect for p in pairs if p.paper)]
             shown += list(np.array(intervals)[widths <= 2 * np.median(widths)].flat)
-            ends = np.array([min(shown), max(shown)]) + 0.05 * np.ptp(shown) * np.array([-1, 1])
+            ends = np.array([min(shown), max(shown)]) + 0.12 * np.ptp(shown) * np.array([-1, 1])
             axes.axvline(0, color="0.5", lw=0.9)
             for y, (p, interval) in enumerate(zip(pairs, intervals, strict=True)):
                 axes.plot(interval, [y, y], color=plots.COLOURS[1], lw=5, solid_capstyle="butt", alpha=0.45)
