@@ -4,7 +4,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.stats import nct, t, ttest_1samp
 
-from results.tables import RESULTS, build, draw_pairs, pair, read, show
+from results.tables import RESULTS, build, draw_pairs, in_percent, pair, read, show
 
 SIX = " ".join(f"fediir/narrow-{angle}" for angle in range(0, 90, 15))
 CLAIMS = [  # panel, comparison, folders, rows, column, the paper, planned seeds, the mean that we expected
@@ -54,8 +54,8 @@ def places(differences: list[np.ndarray], numbers: list[float | None]) -> list[t
 def says(zero: str, effect: str, what: str) -> str:
     """The answer of a row in words. what: a gain or a loss."""
     seen = {"inside": "no difference seen", "excluded": what}.get(zero, f"a hint of {what}")
-    place = {"inside": "possible", "excluded": "excluded"}.get(effect, "doubtful")
-    return f"{seen}; one as large as the paper's is {place}" if effect else seen
+    places = {"inside": "is possible", "excluded": "is excluded", "does not fit": "would lead above 100 %"}
+    return f"{seen}; one as large as the paper's {places.get(effect, 'is doubtful')}" if effect else seen
 
 
 FRESH, EARLIER = (
@@ -78,10 +78,11 @@ for claim, p, earlier, (zero, p_values), (effect, _) in zip(CLAIMS, pairs, befor
     if len(old) and not claim[2].endswith("weighting"):
         designs[-1][4] = f"{show(old, p.column, '+')}, {len(old)} seeds"
     if seeds > 1:
-        what, effect = (
-            "a gain" if (p.difference.mean() > 0) == (p.column != "mE") else "a loss",
-            effect if paper else "",
-        )
+        what = "a gain" if (p.difference.mean() > 0) == (p.column != "mE") else "a loss"
+        if not paper:
+            effect = ""
+        elif in_percent(p.column) and p.both[1].mean() + p.effect > 100:
+            effect = "does not fit"
         here = f"{show(p.difference, p.column, '+')}, {seeds} of {claim[6]} seeds"
         answers[-1][2:] = [here, zero, effect, says(zero, effect, what)]
         designs[-1][2:4] = [p_values, show(np.array([visible(p.difference)]), p.column)]

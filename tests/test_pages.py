@@ -172,6 +172,15 @@ def test_where_a_number_lies(claims):
     assert claims.says("excluded before Holm", "", "a loss") == "a hint of a loss"
 
 
+def test_an_effect_that_would_lead_above_100_percent_is_not_called_excluded(rebuilt):
+    """FedAvg has 90.8 % on MNIST, so the paper's +14.0 points cannot be seen there, but its +4.0 on CIFAR-10 can."""
+    rows = {
+        row.split(" | ")[1]: row for row in (rebuilt / "results/README.md").read_text().splitlines() if "seeds |" in row
+    }
+    assert "| does not fit |" in rows["+14.0"] and "would lead above 100 %" in rows["+14.0"]
+    assert "does not fit" not in rows["+4.0"] and "does not fit" not in rows["-0.124"]
+
+
 def test_a_main_claim_by_another_way(rebuilt):
     """The hull against random clients on CIFAR-10, from the CSV with scipy's paired test: its seeds are 3 and later."""
     last = {}
