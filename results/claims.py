@@ -4,7 +4,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.stats import nct, t, ttest_1samp
 
-from results.tables import RESULTS, build, draw_pairs, in_percent, pair, read, show
+from results.tables import RESULTS, build, draw_pairs, pair, read, show
 
 SIX = " ".join(f"fediir/narrow-{angle}" for angle in range(0, 90, 15))
 CLAIMS = [  # panel, comparison, folders, rows, column, the paper, planned seeds, the mean that we expected
@@ -81,7 +81,7 @@ for claim, p, earlier, (zero, p_values), (effect, _) in zip(CLAIMS, pairs, befor
         what = "a gain" if (p.difference.mean() > 0) == (p.column != "mE") else "a loss"
         if not paper:
             effect = ""
-        elif in_percent(p.column) and p.both[1].mean() + p.effect > 100:
+        elif not p.fits:
             effect = "does not fit"
         here = f"{show(p.difference, p.column, '+')}, {seeds} of {claim[6]} seeds"
         answers[-1][2:] = [here, zero, effect, says(zero, effect, what)]

@@ -63,6 +63,8 @@ class Pair:
     def __post_init__(self):
         self.difference = self.both[0] - self.both[1]
         self.effect = float(np.subtract(*map(float, self.paper.split(" against ")))) if self.paper else None
+        highest = 100 if in_percent(self.column) else math.inf
+        self.fits = not self.paper or not self.both.size or self.both[1].mean() + self.effect <= highest
 
 
 def value(cell: str) -> float | list[float] | None:
@@ -228,10 +230,10 @@ def draw_pairs(file: Path, panels: Mapping[str, list[Pair]]) -> None:
                 for seed in p.difference:
                     marker = ("<o>" if better else ">o<")[np.searchsorted(ends, seed)]
                     axes.plot(seed.clip(*ends), y + 0.28, marker, mfc="none", color=plots.COLOURS[0], clip_on=False)
-                axes.plot(p.effect if p.paper else np.nan, y, "D", color="black")
+                axes.plot(p.effect if p.paper else np.nan, y, "D", color="black", mfc="black" if p.fits else "white")
             axes.text(0, -0.55, "worse  ", ha="right", color="0.4")
             axes.text(0, -0.55, "  better", ha="left", color="0.4")
             axes.set(title=title, xlim=ends if better else ends[::-1], ylim=(len(pairs) - 0.4, -0.9))
             axes.set_yticks(range(len(pairs)), [p.label for p in pairs])
-        about = "circles: one seed each; bars: their mean and its 95 % interval; diamonds: the paper's effect"
+        about = "circles: seeds; bars: their mean and 95 % interval; diamonds: the paper's effect, hollow if above 100 %"
         figure.suptitle(about, x=0.01, ha="left", fontsize=9)
