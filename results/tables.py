@@ -235,5 +235,5 @@ def draw_pairs(file: Path, panels: Mapping[str, list[Pair]]) -> None:
             axes.text(0, -0.55, "  better", ha="left", color="0.4")
             axes.set(title=title, xlim=ends if better else ends[::-1], ylim=(len(pairs) - 0.4, -0.9))
             axes.set_yticks(range(len(pairs)), [p.label for p in pairs])
-        about = "circles: seeds; bars: their mean and 95 % interval; diamonds: the paper's effect, hollow if above 100 %"
+        about = "circles: seeds; bars: mean and 95 % interval; diamonds: the paper's effect, hollow if above 100 %"
         figure.suptitle(about, x=0.01, ha="left", fontsize=9)
