@@ -148,9 +148,10 @@ def federate(args) -> runs.Run:
     return run.finish(state, model, state["best_w"])
 
 
-# The example, coloured glyphs, is ours. A batch is all of a client's data, because the penalty also charges the noise
-# of small batches (docs/fediir.md). So a client takes one step per round, the first of a new Adam, which moves each
-# weight by about lr or -lr. The rest is table 3 and section 5.1, with 50 clients as in tables 8 to 11; folders: PACS.
+# The example, coloured glyphs, is ours. A batch is all of a client's data, so a client takes one step per round, the
+# first of a new Adam, which moves each weight by about lr or -lr. More steps ruin the model, and the penalty also
+# charges the noise of small batches (docs/fediir.md). The rest is table 3 and section 5.1, with 50 clients as in tables
+# 8 to 11; folders: PACS.
 PAPER = {"clients": 50, "local_epochs": 1, "rounds": 100}
 COLOURS = {"test_domain": "test", "local_epochs": 1, "width": 0.125, "optimizer": "adam", "lr": 0.005, "gamma": 50,
            "batch_size": 6000, "ema": 0.0, "rounds": 80, "evaluate_every": 2, "precision": "float32"}  # fmt: skip

@@ -33,6 +33,8 @@ ROWS = [  # page, block, what is compared, the two experiments, the measures
     ("fediir", "controls", "nothing to detect: FedIIR, not FedAvg", "fediir/control fediir/control-fedavg", SKILL),
     ("fediir", "controls", "batches of 450: FedIIR, not FedAvg", "fediir/batch-450 fediir/batch-450-fedavg", SKILL),
     ("fediir", "controls", "batches of 32: FedIIR, not FedAvg", "fediir/batch-32 fediir/batch-32-fedavg", SKILL),
+    ("fediir", "controls", "twelve full steps: FedIIR, not FedAvg",
+     "fediir/twelve-steps fediir/twelve-steps-fedavg", SKILL),
     ("fediir", "controls", "moving average 0.95, not FedAvg", "fediir/moving-average fediir/colours-fedavg", SKILL),
     *(("fediir", "grid", f"gamma {g}, batches of {b}, not gamma 50 and all data",
        f"fediir/gamma-{g}-batch-{b} fediir/colours", SKILL)
