@@ -11,13 +11,13 @@ respect to omega and g^t, the mean of all selected clients' gradients, which a m
      3      sample a subset C of the clients                             federate
      4      g = mean over C of grad_omega R_c(theta^{t-1})               client_gradient, federate
             and its moving average g^t = v g^{t-1} + (1 - v) g           moving_average (appendix C)
-     5      on each client c in C, in parallel                           federate, trainer.local_updates
+     5      on each client c in C, in parallel                           federate, trainer.train
      6          theta_c = theta^{t-1}                                    client_update
      7          for k = 1 .. K                                           client_update
      8              sample a mini-batch from its data                    client_update, from `batches`
     10              g_c = grad [R_c + gamma/2 ||grad_omega R_c - g^t||^2]  client_update, fediir_loss
     11              theta_c <- theta_c - eta_l g_c                       client_update
-    13          Delta_c = theta_c - theta^{t-1}                          federate, trainer.local_updates
+    13          Delta_c = theta_c - theta^{t-1}                          federate
     15      theta^t = theta^{t-1} + eta_g mean of Delta_c                federate
 
 With gamma = 0, line 10 is FedAvg's line 9 (see fedavg.py). Algorithm 2, which says who holds what, is by_domain() in
@@ -62,7 +62,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import UserError, flags, plots, random_at, runs, splits, train
+from common import UserError, flags, random_at, runs, splits, train
+from common.compare import compare
+from common.setup import prepare
 
 
 def risk_and_gradient(classifier: nn.Module, z: Tensor, y: Tensor, graph: bool = False) -> tuple[Tensor, Tensor]:
@@ -107,45 +109,49 @@ def client_gradient(model, batches, autocast):
     return total / samples
 
 
-def client_update(model, w, batches, optimizer, autocast, global_gradient, gamma):
-    """Lines 6 to 12 for one client: trains `model` from w [P] on. Yields each batch's loss to the trainer."""
-    train.set_weights(model, w)  # line 6
+def client_update(model, theta, batches, optimizer, autocast, global_gradient, gamma):
+    """Lines 6 to 12 for one client: trains `model` from theta [P] on. Returns the mean loss of its samples."""
+    train.set_weights(model, theta)  # line 6
+    total, samples = 0.0, 0
     for x, y in batches:  # lines 7, 8
         with autocast():
             loss = fediir_loss(model.features, model.classifier, x, y, global_gradient, gamma)  # line 10
         optimizer.zero_grad()
         loss.backward()  # line 10
         optimizer.step()  # line 11
-        yield loss
+        total += len(y) * loss.detach()
+        samples += len(y)
+    return total / samples
 
 
 def federate(args) -> runs.Run:
-    """Algorithm 1 with these flags. model.pt is the model of the chosen round, which the run has as `chosen`."""
-    data, clients, model, trainer = flags.prepare(args)
-    run = runs.Run(args, trainer, clients, ["gradient_spread"])
-    plots.partition(run.folder / "partition.png", data, clients)
-
-    w, size = train.get_weights(model), sum(p.numel() for p in model.classifier.parameters())
-    g = torch.zeros(size, device=trainer.device)
-    state = run.restore({"w": w, "g": g, "best_w": w, "chosen": {"id_accuracy": -1.0}})  # line 1
-    for t in run.rounds(state, args.rounds):  # line 2
+    """Algorithm 1 with these flags. model.pt is the model of the round with the best ID."""
+    if args.test_domain is None:
+        raise UserError("--test-domain is missing: name the domain to leave out")
+    _, clients, model, trainer, run = prepare(args)
+    theta = run.kept.get("theta", train.get_weights(model))  # line 1
+    omega = sum(p.numel() for p in model.classifier.parameters())
+    g = run.kept.get("g", torch.zeros(omega, device=trainer.device))
+    best = run.kept.get("best", {"theta": theta, "round": 0, "id_accuracy": -1.0})
+    for t in run.rounds(args.rounds):  # line 2
         selected = splits.draw(clients.ids, clients.sample, random_at(args.seed, "select", t))  # line 3
-        selected, gradients = trainer.map_clients(
-            client_gradient, model, state["w"], selected, clients.train, t
-        )  # line 4: one row of `gradients` per client with a usable one
-        state["g"] = moving_average(state["g"], gradients.mean(0), args.ema)  # line 4
-        trained, updates, losses = trainer.local_updates(
-            client_update, model, state["w"], selected, clients.train, t, global_gradient=state["g"], gamma=args.gamma
-        )  # lines 5, 13: one row of `updates` per client with a usable upload, w - w_c = -Delta_c
-        state["w"] = state["w"] - args.server_lr * updates.mean(0)  # line 15
-
-        accuracies = run.evaluate(model, state["w"], trained)
-        if accuracies and accuracies["id_accuracy"] > state["chosen"]["id_accuracy"]:
-            state |= {"best_w": state["w"], "chosen": {"round": t, **accuracies}}
+        usable, gradients = trainer.map(client_gradient, model, theta, selected, clients.train, t)  # line 4
+        g = moving_average(g, gradients.mean(0), args.ema)  # line 4
         spread = (gradients - gradients.mean(0)).square().sum(1).mean()
-        run.record(losses.mean(), trained, gradient_spread=spread, **accuracies)
-    run.chosen = state["chosen"]
-    return run.finish(state, model, state["best_w"])
+        trained, thetas, losses = trainer.train(
+            client_update, model, theta, usable, t, global_gradient=g, gamma=args.gamma
+        )  # lines 5 to 12
+        deltas = thetas - theta  # line 13: one row for each client whose upload is finite
+        theta = theta + args.server_lr * deltas.mean(0)  # line 15
+
+        measures = trainer.evaluate(model, theta, trained) if run.due else {}
+        if measures and measures["id_accuracy"] > best["id_accuracy"]:
+            best = {"theta": theta, "round": t, **measures}
+        keep = {"theta": theta, "g": g, "best": best}
+        run.record(t, keep, selected, trained, train_loss=losses.mean(), gradient_spread=spread, **measures)
+    print(f"{args.name}: the best ID is that of round {best['round']}, {100 * best['id_accuracy']:.1f} %", end=", ")
+    print(f"with OOD {100 * best['ood_accuracy']:.1f} %. model.pt is the model of this round")
+    return run.finish(model, best["theta"])
 
 
 # The example, coloured glyphs, is ours. A batch is all of a client's data, so a client takes one step per round, the
@@ -153,17 +159,29 @@ def federate(args) -> runs.Run:
 # charges the noise of small batches (docs/fediir.md). The rest is table 3 and section 5.1, with 50 clients as in tables
 # 8 to 11; folders: PACS.
 PAPER = {"clients": 50, "local_epochs": 1, "rounds": 100}
-COLOURS = {"test_domain": "test", "local_epochs": 1, "width": 0.125, "optimizer": "adam", "lr": 0.005, "gamma": 50,
-           "batch_size": 6000, "ema": 0.0, "rounds": 80, "evaluate_every": 2, "precision": "float32"}  # fmt: skip
-ROTATED = {**PAPER, "rotate": [0, 15, 30, 45, 60, 75], "test_domain": "0", "model": "convnet", "lr": 1e-2,
-           "batch_size": 64, "gamma": 1e-2}  # fmt: skip
-SETTINGS = {
-    **dict.fromkeys(["colours", "colours-control"], COLOURS),
-    "glyphs": {**PAPER, "test_domain": "mono", "clients": 12, "model": "convnet", "width": 0.125, "lr": 0.05,
-               "momentum": 0.9, "batch_size": 32, "gamma": 0.3, "rounds": 18, "evaluate_every": 2},
-    **dict.fromkeys(["mnist", "fmnist", "emnist"], ROTATED),
-    "folder": {**PAPER, "model": "resnet18", "lr": 2.5e-3, "batch_size": 32, "gamma": 1e-3},
+COLOURS = {
+    "test_domain": "test", "local_epochs": 1, "width": 0.125, "optimizer": "adam", "lr": 0.005, "gamma": 50.0,
+    "batch_size": 6000, "ema": 0.0, "rounds": 80, "evaluate_every": 2, "precision": "float32",
 }  # fmt: skip
+GLYPHS = {
+    "test_domain": "mono", "clients": 12, "model": "convnet", "width": 0.125, "lr": 0.05, "momentum": 0.9,
+    "batch_size": 32, "gamma": 0.3, "rounds": 18, "evaluate_every": 2,
+}  # fmt: skip
+ROTATED = {
+    "rotate": [0, 15, 30, 45, 60, 75], "test_domain": "0", "model": "convnet", "lr": 1e-2, "batch_size": 64,
+    "gamma": 1e-2,
+}  # fmt: skip
+SETTINGS = {
+    "colours": COLOURS,
+    "colours-control": COLOURS,
+    "glyphs": {**PAPER, **GLYPHS},
+    "other": {**PAPER, **ROTATED},
+    "folder": {**PAPER, "model": "resnet18", "lr": 2.5e-3, "batch_size": 32, "gamma": 1e-3},
+}
+QUICK = {
+    "model": "convnet", "width": 0.25, "lr": 0.05, "momentum": 0.9, "batch_size": 32, "gamma": 0.09, "rounds": 15,
+}  # fmt: skip
+SMALL = {"other": QUICK, "folder": {**QUICK, "image_size": 32, "clients": 12}}
 
 
 def own_flags(add) -> None:
@@ -172,31 +190,15 @@ def own_flags(add) -> None:
     add("--server-lr", type=flags.positive, default=1.0, help="eta_g, the server's step size")
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = flags.parse("fediir", __doc__, SETTINGS, own_flags, argv, baselines=["FedAvg"])
-    if args.test_domain is None:
-        raise UserError("--test-domain is missing: name the domain to leave out")
-    run = federate(args)
-    done = {"FedIIR" if args.gamma else "FedAvg": run}
-    if args.compare and args.gamma:
-        done["FedAvg"] = federate(runs.baseline(args, "FedAvg", gamma=0.0))
-    levels = {"colour alone": 10, "shape alone": 90} if args.dataset == "colours" else {}
-    plots.curves(run.folder / "curves.png", {name: run.rows for name, run in done.items()}, levels)
-    runs.report(f"{args.dataset}, domain {args.test_domain} left out", done)
-    for name, of in done.items():
-        id_, ood = (runs.percent(of.chosen[column]) for column in ("id_accuracy", "ood_accuracy"))
-        print(f"{name}: the round with the best ID is round {of.chosen['round']}, with ID {id_} and OOD {ood}")
-    if len(done) == 2 and args.dataset == "colours":
-        i, o = (runs.percent(run.mean_of_last(column)) for column in ("id_accuracy", "ood_accuracy"))
-        base = runs.percent(done["FedAvg"].mean_of_last("ood_accuracy"))
-        runs.verdict(
-            "the colour is right in 100 % of one client's images and in 60 % of the other's, so it pulls their "
-            "classifiers apart, and the penalty takes it out of the features; FedAvg trusts it, although it is right in"
-            " 10 % of the test images",
-            f"FedIIR has OOD {o} % and ID {i} %, and FedAvg has OOD {base} % (a constant guess: 50 % of both)",
-            float(o) > float(base) and float(i) > 60,
-        )
+def main(argv: list[str] | None = None):
+    args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
+    return compare(
+        args, federate, "FedIIR" if args.gamma else "FedAvg", {"FedAvg": {"gamma": 0.0}},
+        prediction="the colour is right in 100 % of one client's images and in 60 % of the other's, so it pulls their "
+        "classifiers apart, and the penalty takes it out of the features",
+        shows_in={"ood_accuracy": "above"},
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    runs.launch("fediir.py", main)
+    runs.launch(main)

@@ -5,23 +5,23 @@ Zhang, Cao and Liu, Uncertainty-Based Extensible Codebook for Discrete Federated
 and a classifier f_C reads the codewords. A silo is a client, and sg(a) means that no gradient flows through a.
 
     Algorithm 1, counting from line 1 of its listing                     in the code
-     1  sample K data silos as clients                                   federate, flags.prepare
-     2  initialise theta, and a codebook of v codewords, at random       federate
+     1  sample K data silos as clients                                   build
+     2  initialise theta, and a codebook of v codewords, at random       build, federate
      3  e_k = 0                                                          federate
      4  repeat                                                           federate
      5      for each round t = 1, 2, ...                                 federate
      6          broadcast theta                                          federate, client_update
-     7          for all K clients in parallel                            federate, trainer.local_updates
+     7          for all K clients in parallel                            federate, trainer.train
      8              if e_k > (1 + gamma) min_j e_j                       federate, uncertain
-     9                  K-means-initialise another v codewords           client_codewords, extend
-    10                  v_k <- v_k + v                                   extend
+     9                  K-means-initialise another v codewords           client_codewords, ExtensibleCodebook.extend
+    10                  v_k <- v_k + v                                   federate, the matrix `allowed`
     12              z = f_E(x)                                           client_update, UEFL
     13              c = the nearest of v_k codewords (equation 4)        client_update, ExtensibleCodebook
     14              p = f_C(c)                                           client_update, UEFL
     15              L_code = ||sg(c) - z||^2 + beta ||c - sg(z)||^2      client_update, ExtensibleCodebook
     16              L_task = cross-entropy                               client_update
     17              theta_k <- theta_k - eta grad (L_code + L_task)      client_update
-    19          clients return theta_k                                   federate, trainer.local_updates
+    19          clients return theta_k                                   federate, trainer.train
     20          theta <- sum of n_k / n theta_k                          average, average_codewords
     22      e_k = -sum p log p, the uncertainty (equation 6)             evaluate, client_evaluation, predictive_entropy
     23      reduce the number of rounds                                  federate
@@ -63,7 +63,6 @@ In docs/variations/: those private codebooks, and deep ensembles instead of drop
 
 from argparse import BooleanOptionalAction
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -71,6 +70,9 @@ from scipy.cluster.vq import kmeans2
 from torch import Tensor
 
 from common import UserError, flags, plots, random_at, runs, splits, train
+from common.compare import compare
+from common.devices import seeded
+from common.setup import prepare
 
 
 class ExtensibleCodebook(nn.Module):
@@ -137,13 +139,13 @@ def average_codewords(before: Tensor, codewords: Tensor, sizes: Tensor, allowed:
 
     before     the server's codewords [V, d / s]; a codeword that none of these clients may use does not change
     codewords  the clients' codewords after training [K, V, d / s]
-    sizes      n_k [K]
+    sizes      n_k, float32 [K]
     allowed    bool [K, V], true if client k may use codeword v
     """
     codewords = torch.where(allowed[:, :, None], codewords, 0)  # 0 times NaN would be NaN
-    weights = sizes.to(codewords.device, torch.float32)[:, None] * allowed  # half precision ends at 65,504
+    weights = sizes[:, None] * allowed
     total = weights.sum(0)[:, None]
-    mean = torch.einsum("kv,kvd->vd", weights.double(), codewords.double()) / total
+    mean = torch.einsum("kv,kvd->vd", weights, codewords.to(weights)) / total
     return torch.where(total > 0, mean.to(before), before)  # line 20
 
 
@@ -152,7 +154,8 @@ class UEFL(nn.Module):
 
     def __init__(self, features: nn.Module, codebook: ExtensibleCodebook, classifier: nn.Module, token_norm: bool):
         super().__init__()
-        self.features, self.codebook, self.classifier, self.token_norm = features, codebook, classifier, token_norm
+        self.codebook = codebook  # before the others, so that its codewords are the first numbers of theta
+        self.features, self.classifier, self.token_norm = features, classifier, token_norm
 
     def encode(self, x: Tensor) -> Tensor:
         """x -> tokens [N, l, d]. A feature map [N, d, h, w] gives h w tokens, a feature vector [N, d] gives one."""
@@ -167,9 +170,10 @@ class UEFL(nn.Module):
         return self.classifier(c.mT), code_loss  # line 14; the classifier expects channels first
 
 
-def client_update(model, w, batches, optimizer, autocast, allowed):
-    """Lines 6 and 12 to 17 for one client: trains `model` from w [P] on. Yields each batch's loss."""
-    train.set_weights(model, w)  # line 6
+def client_update(model, theta, batches, optimizer, autocast, allowed):
+    """Lines 6 and 12 to 17 for one client: trains `model` from theta [P] on. Returns the mean loss of its samples."""
+    train.set_weights(model, theta)  # line 6
+    total, samples = 0.0, 0
     for x, y in batches:
         with autocast():
             logits, code_loss = model(x, allowed)  # lines 12 to 15
@@ -177,119 +181,123 @@ def client_update(model, w, batches, optimizer, autocast, allowed):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()  # line 17
-        yield loss
+        total += len(y) * loss.detach()
+        samples += len(y)
+    return total / samples
+
+
+def average(codebook: ExtensibleCodebook, theta: Tensor, thetas: Tensor, sizes: Tensor, allowed: Tensor) -> Tensor:
+    """Line 20: the new theta [P], from the old one, the clients' thetas [K, P], n_k [K], and who may use what [K, V]."""
+    v, d = codebook.codewords.shape
+    words, rest = thetas[:, : v * d].reshape(-1, v, d), thetas[:, v * d :]
+    words = average_codewords(theta[: v * d].view(v, d), words, sizes, allowed)  # line 20
+    rest = sizes / sizes.sum() @ rest  # line 20
+    return torch.cat([words.flatten(), rest])
 
 
 @torch.no_grad()
-def client_evaluation(model, batches, autocast, allowed, passes):
+def client_codewords(model, batches, autocast, size, rng):
+    """Line 9 for one client: the centroids, by K-means, of its segments [size, d / s], as a vector."""
+    with autocast():
+        segments = torch.cat([model.encode(x).reshape(-1, model.codebook.codewords.shape[1]) for x, _ in batches])
+    centroids, _ = kmeans2(segments.double().cpu().numpy(), size, minit="++", rng=rng)
+    return torch.from_numpy(centroids).to(segments.device, torch.float32).flatten()
+
+
+@torch.no_grad()
+def client_evaluation(model, batches, autocast, passes, allowed=None):
     """Line 22 for one client: its uncertainty e_k and, for the log, accuracy and codebook perplexity, [3]."""
-    for layer in (layer for layer in model.modules() if isinstance(layer, nn.Dropout)):
-        layer.train()
-    entropies, hits, usage = [], [], torch.zeros(len(allowed), device=allowed.device)
+    for layer in model.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.train()
+    entropies, hits, words = [], [], []
     for x, y in batches:
         with autocast():
             c, _, index = model.codebook(model.encode(x), allowed)
             p = torch.stack([model.classifier(c.mT).float().softmax(1) for _ in range(passes)])
         entropies.append(predictive_entropy(p))
         hits.append((p.mean(0).argmax(1) == y).float())
-        usage += torch.bincount(index.flatten(), minlength=len(usage))
+        words.append(index.flatten())
+    usage = torch.bincount(torch.cat(words)).float()
     perplexity = torch.special.entr(usage / usage.sum()).sum().exp()
     return torch.stack([torch.cat(entropies).mean(), torch.cat(hits).mean(), perplexity])
 
 
-@torch.no_grad()
-def client_codewords(model, batches, autocast, size, rng):
-    """Line 9 for one client: the centroids, by K-means, of its segments: float64 [size, d / s]."""
-    with autocast():
-        segments = torch.cat([model.encode(x).reshape(-1, model.codebook.codewords.shape[1]) for x, _ in batches])
-    return torch.from_numpy(kmeans2(segments.double().cpu().numpy(), size, minit="++", rng=rng)[0])
-
-
-def average(model: nn.Module, w: Tensor, updates: Tensor, sizes: Tensor, allowed: Tensor) -> Tensor:
-    """The new w [P], from the clients' updates w - theta_k [K, P], sizes [K] and allowed codewords, bool [K, V]."""
-    new = w - sizes / sizes.sum() @ updates  # line 20
-    i = [name for name, _ in model.named_parameters()].index("codebook.codewords")
-    before, after = train.unflatten(model, w)[i], train.unflatten(model, new)[i]
-    of_clients = before - torch.stack([train.unflatten(model, update)[i] for update in updates])
-    after[:] = average_codewords(before, of_clients, sizes, allowed)  # line 20
-    return new
-
-
-@torch.no_grad()
-def extend(model: nn.Module, state: dict, clients: Tensor, codewords: Tensor) -> None:
-    """Adds the new codewords [n, v, d / s] of these clients [n]. Each may be used by its own client only."""
-    train.set_weights(model, state["w"])
-    model.codebook.extend(codewords.flatten(0, 1))  # line 9
-    state["w"] = train.get_weights(model)
-    owner = clients.repeat_interleave(codewords.shape[1]).to(codewords.device)
-    is_own = torch.arange(len(state["allowed"]), device=codewords.device)[:, None] == owner
-    state["allowed"] = torch.cat([state["allowed"], is_own], dim=1)  # line 10
-
-
-def evaluate(args, run: runs.Run, trainer: train.Trainer, model, state: dict) -> dict:
+def evaluate(args, clients: splits.Clients, trainer: train.Trainer, model, theta: Tensor, allowed: Tensor, t: int):
     """Line 22: the uncertainties e_k, accuracies and so on of this round, by column of metrics.csv."""
-    k, ood = run.clients.participating, [run.clients.ood] if len(run.clients.ood) else []
-    samples = [*run.clients.test[:k], *ood]
-    allowed = F.pad(state["allowed"], (0, 0, 0, 1), value=True)  # OOD is like one more client, with all codewords
-    _, measured = trainer.map_clients(
-        client_evaluation, model, state["w"], torch.arange(len(samples)), samples, state["round"],
-        needed=len(samples), each={"allowed": allowed}, passes=args.passes,
-    )  # fmt: skip
-    e, accuracies, perplexities = measured[:k].T.cpu()
-    sizes = torch.tensor([float(len(test)) for test in samples[:k]])
-    return {
-        "id_accuracy": sizes @ accuracies / sizes.sum(), "ood_accuracy": measured[k, 1] if ood else None,
-        "mA": accuracies.mean(), "mE": e.mean(), "mP": perplexities.mean() if args.codebook_size else None,
-        "accuracies": accuracies, "uncertainties": e, "codewords": state["allowed"].sum(1),
-    }  # fmt: skip
+    ids, tests = clients.ids, clients.tests
+    options = {"passes": args.passes}
+    _, measured = trainer.map(client_evaluation, model, theta, ids, clients.test, t, {"allowed": allowed}, **options)
+    e, accuracies, perplexities = measured.T.cpu()
+    sizes = torch.tensor([float(len(clients.test[k])) for k in ids])
+    measures = {"id_accuracy": sizes @ accuracies / sizes.sum()}
+    if "ood" in tests:  # it may use all codewords
+        _, measured = trainer.map(client_evaluation, model, theta, torch.tensor([0]), [tests["ood"]], t, **options)
+        measures["ood_accuracy"] = measured[0, 1]
+    measures |= {"mA": accuracies.mean(), "mE": e.mean()}
+    if args.codebook_size:
+        measures["mP"] = perplexities.mean()
+    turned = torch.tensor([group != clients.groups[0] for group in clients.groups])[ids]
+    if turned.any():
+        own_words = allowed.sum(1).cpu() > args.codebook_size
+        measures |= {"turned_accuracy": accuracies[turned].mean(), "turned_extended": own_words[turned].float().mean()}
+    return measures | {"accuracies": accuracies, "uncertainties": e, "codewords": allowed.sum(1)}
+
+
+def build(args):
+    """Lines 1 and 2: clients, model, trainer and run."""
+    _, clients, base, trainer, run = prepare(args, dropout=args.dropout)
+    if not any(isinstance(layer, nn.Dropout) for layer in base.classifier):
+        raise UserError(f"--model {args.model} has no dropout, so all passes are equal: choose another")
+    example, _ = trainer.batch(clients.train[0][:1].to(trainer.device))
+    dim, segments = base.features.eval()(example).shape[1], args.segments if args.codebook_size else 1
+    if dim % segments:
+        raise UserError(f"--segments {segments} does not divide the {dim} channels of the model's tokens")
+    with seeded(torch.device("cpu"), args.seed, "codebook"):
+        codebook = ExtensibleCodebook(args.codebook_size, dim, segments, args.commitment, args.beta)
+    model = UEFL(base.features, codebook, base.classifier, args.token_norm)
+    return clients, model.to(trainer.device), trainer, run
 
 
 def federate(args) -> runs.Run:
     """Algorithm 1 with these flags."""
-    data, clients, base, trainer = flags.prepare(args, dropout=args.dropout)  # line 1
-    if not any(isinstance(layer, nn.Dropout) for layer in base.classifier):
-        raise UserError(f"--model {args.model} has no dropout, so all passes are equal: choose another")
-    example, _ = trainer.batch(clients.train[0][:1].to(trainer.device))
-    dim, v = base.features.eval()(example).shape[1], args.codebook_size
-    if v and dim % args.segments:
-        raise UserError(f"--segments {args.segments} does not divide the {dim} channels of the model's tokens")
-    with train.seeded(torch.device("cpu"), args.seed, "codebook"):
-        codebook = ExtensibleCodebook(v, dim, args.segments if v else 1, args.commitment, args.beta)  # line 2
-    model = UEFL(base.features, codebook, base.classifier, args.token_norm).to(trainer.device)  # line 2
-    columns = ["iteration", "mA", "mE", "mP", "accuracies", "uncertainties", "codewords"]
-    run = runs.Run(args, trainer, clients, columns)
-    plots.partition(run.folder / "partition.png", data, clients)
+    clients, model, trainer, run = build(args)  # lines 1, 2
+    ids, v, codebook = clients.ids, args.codebook_size, model.codebook
+    if run.kept:
+        theta, e, allowed, first = (run.kept[name] for name in ("theta", "e", "allowed", "iteration"))
+        codebook.extend(torch.zeros(allowed.shape[1] - v, codebook.codewords.shape[1]))
+    else:
+        theta, e, first = train.get_weights(model), torch.zeros(len(ids)), 1  # lines 2, 3
+        allowed = torch.ones(len(ids), v, dtype=torch.bool, device=trainer.device)
 
-    ids, iterations = clients.ids, args.iterations if v else 1
-    run.last_round = args.rounds + (iterations - 1) * args.later_rounds
-    state = run.restore({
-        "w": train.get_weights(model), "iteration": 0, "uncertainty": torch.zeros(len(ids)),  # line 3
-        "allowed": torch.ones(len(ids), v, dtype=torch.bool, device=trainer.device),
-    })  # fmt: skip
-    model.codebook.extend(torch.zeros(state["allowed"].shape[1] - v, codebook.codewords.shape[1]))  # if resumed
-    for iteration in range(state["iteration"], iterations):  # line 4
-        for t in run.rounds(state, args.rounds + iteration * args.later_rounds):  # lines 5, 23
+    iterations = args.iterations if v else 1
+    last = args.rounds + (iterations - 1) * args.later_rounds
+    for iteration in range(first, iterations + 1):  # line 4
+        for t in run.rounds(args.rounds + (iteration - 1) * args.later_rounds, last):  # lines 5, 23
             selected = splits.draw(ids, clients.sample, random_at(args.seed, "select", t))
-            trained, updates, losses = trainer.local_updates(
-                client_update, model, state["w"], selected, clients.train, t, each={"allowed": state["allowed"]}
-            )  # lines 6, 7, 19: one row of `updates` per client with a usable upload, theta - theta_k
-            sizes, measures = clients.sizes[trained].to(updates), {}
-            state["w"] = average(model, state["w"], updates, sizes, state["allowed"][trained])  # line 20
-            if run.due:
-                measures = evaluate(args, run, trainer, model, state)  # line 22
-                state["uncertainty"] = measures["uncertainties"]
-            run.record(losses @ sizes / sizes.sum(), trained, iteration=iteration + 1, **measures)
+            trained, thetas, losses = trainer.train(
+                client_update, model, theta, selected, t, {"allowed": allowed}
+            )  # lines 6 to 19
+            sizes = clients.sizes[trained].to(theta)
+            theta = average(codebook, theta, thetas, sizes, allowed[trained])  # line 20
+            measures = evaluate(args, clients, trainer, model, theta, allowed, t) if run.due else {}
+            e = measures.get("uncertainties", e)  # line 22
+            keep = {"theta": theta, "e": e, "allowed": allowed, "iteration": iteration}
+            loss = sizes / sizes.sum() @ losses
+            run.record(t, keep, selected, trained, train_loss=loss, iteration=iteration, **measures)
 
-        extended = ids[uncertain(state["uncertainty"], args.gamma)]  # line 8
-        if iteration + 1 == iterations or not len(extended):  # line 24
+        extended = ids[uncertain(e, args.gamma)]  # line 8
+        if iteration == iterations or not len(extended):  # line 24
             break
-        rng = {k: random_at(args.seed, "codewords", state["round"], k) for k in extended.tolist()}
-        extended, codewords = trainer.map_clients(
-            client_codewords, model, state["w"], extended, clients.train, state["round"], each={"rng": rng}, size=v
+        rng = {k: random_at(args.seed, "codewords", run.t, k) for k in extended.tolist()}
+        extended, new = trainer.map(
+            client_codewords, model, theta, extended, clients.train, run.t, {"rng": rng}, size=v
         )  # line 9
-        extend(model, state, extended, codewords)
-        state["iteration"] = iteration + 1
-    return run.finish(state, model, state["w"])
+        codebook.extend(new.view(-1, codebook.codewords.shape[1]))  # line 9
+        theta = train.get_weights(model)
+        is_own = F.one_hot(extended.repeat_interleave(v), len(ids)).T.bool()
+        allowed = torch.cat([allowed, is_own.to(allowed.device)], dim=1)  # line 10
+    return run.finish(model, theta)
 
 
 # fmt: off
@@ -306,13 +314,23 @@ GLYPHS = {
 }
 SETTINGS = {
     "glyphs": {**PAPER, **GLYPHS},
+    "other": PAPER,
     "mnist": {**PAPER, "codebook_size": 32, "gamma": 0.3},
-    **dict.fromkeys(["fmnist", "emnist"], PAPER),
     "gtsrb": {**PAPER, "model": "vgg16"},
     "cifar10": {**PAPER, "model": "vgg16", "gamma": 0.2},
     "cifar100": {**PAPER, "model": "vgg16", "silo_size": 4000, "segments": 4},
     "folder": {**PAPER, "model": "resnet18", "partition": "domain", "rotate": None},
 }
+QUICK = {
+    "model": "resblocks", "width": 0.0625, "segments": 8, "commitment": 0.1, "lr": 1e-3, "batch_size": 32,
+    "local_epochs": 4, "rounds": 5, "later_rounds": 2, "iterations": 3, "silo_size": 500, "gamma": 0.05,
+}
+SMALL = {
+    "other": QUICK,
+    **dict.fromkeys(["cifar10", "cifar100"], {**QUICK, "gamma": 0.02}),
+    "folder": {**QUICK, "image_size": 32, "local_epochs": 2, "gamma": 0.1},
+}
+# fmt: on
 
 
 def own_flags(add) -> None:
@@ -327,31 +345,18 @@ def own_flags(add) -> None:
     add("--token-norm", action=BooleanOptionalAction, default=True, help="layer norm after the encoder")
     add("--dropout", type=flags.at_least(0, float, 0.99), default=0.1, help="probability of both dropout layers")
     add("--passes", type=whole, default=20, help="T, forward passes with dropout, to measure uncertainty")
-# fmt: on
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = flags.parse("uefl", __doc__, SETTINGS, own_flags, argv, baselines=["static", "FedAvg"])
-    run = federate(args)
-    done = {"UEFL" if args.codebook_size else "FedAvg": run}
-    if args.compare and args.codebook_size:
-        done["static"] = federate(runs.baseline(args, "static", iterations=1, rounds=run.t))
-        done["FedAvg"] = federate(runs.baseline(args, "FedAvg", codebook_size=0, rounds=run.t))
-    groups, rows = run.clients.groups[: run.clients.participating], {name: of.rows for name, of in done.items()}
-    plots.curves(run.folder / "curves.png", rows)
-    plots.extensions(run.folder / "extensions.png", rows, groups, args.gamma)
-    runs.report(f"{args.dataset}, round {run.t}", done, last=1)
-    turned = [k for k, group in enumerate(groups) if group != groups[0]]
-    if len(done) == 3 and turned and args.rotate:
-        extended = [k for k, count in enumerate(run.rows[-1]["codewords"]) if count > args.codebook_size]
-        accuracies = [100 * np.mean([of[-1]["accuracies"][k] for k in turned]) for of in rows.values()]
-        runs.verdict(
-            f"the model is least certain about the turned silos {turned}, so they get codewords and gain accuracy",
-            "the silos {} got codewords, and the turned silos have {:.1f} %, without extension {:.1f} % (FedAvg, "
-            "without a codebook: {:.1f} %)".format(extended, *accuracies),
-            set(turned) <= set(extended) and accuracies[0] > accuracies[1],
-        )
+def main(argv: list[str] | None = None):
+    args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
+    baselines = {"static": {"iterations": 1}, "FedAvg": {"codebook_size": 0}}
+    return compare(
+        args, federate, "UEFL" if args.codebook_size else "FedAvg", baselines if args.codebook_size else {},
+        prediction="the model is least certain about the turned silos, so they get codewords and gain accuracy",
+        shows_in={"turned_extended": "above", "turned_accuracy": "above"}, against="static",
+        draw=plots.extensions,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    runs.launch("uefl.py", main)
+    runs.launch(main)

@@ -26,7 +26,8 @@ from common import UserError, first_line
 from common.glyphs import coloured, glyphs
 
 AGREEMENT = {"colours": (1.0, 0.6, 0.1), "colours-control": (0.8, 0.8, 0.1)}  # of colour and label, in three domains
-NAMES = ["glyphs", *AGREEMENT, "mnist", "fmnist", "emnist", "cifar10", "cifar100", "gtsrb"]
+DRAWN = ["glyphs", *AGREEMENT]  # by the program, so that no download is needed
+NAMES = [*DRAWN, "mnist", "fmnist", "emnist", "cifar10", "cifar100", "gtsrb"]
 
 
 @dataclass

@@ -41,26 +41,22 @@ def drawn(file: Path, width: float, height: float) -> Iterator[Figure]:
             figure.savefig(file, metadata={"Software": None})
 
 
-def curves(file: Path, runs: Mapping[str, Rows], levels: Mapping[str, float] = {}) -> None:
-    """Columns of metrics.csv against rounds, one line for each run.
+def curves(file: Path, runs: Mapping[str, Sequence[Rows]]) -> None:
+    """Columns of metrics.csv against rounds: a line for each label, the mean of its runs, and a band over all of them.
 
-    runs    label -> the rows of a run
-    levels  label -> an accuracy in percent that is drawn as a horizontal line
+    runs  label -> the rows of each run
     """
-    panels = {
-        title: c for title, c in PANELS.items() if any(row.get(c) is not None for row in next(iter(runs.values())))
-    }
+    rows = next(iter(runs.values()))[0]
+    panels = {title: c for title, c in PANELS.items() if any(row.get(c) is not None for row in rows)}
     with drawn(file, 2.6 * len(panels), 2.9) as figure:
         for axes, (title, column) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
             scale = 100 if column.endswith("accuracy") else 1
-            for i, (name, rows) in enumerate(runs.items()):
-                points = [(row["round"], scale * row[column]) for row in rows if row.get(column) is not None]
-                axes.plot(*np.array(points).reshape(-1, 2).T, LINES[i], color=COLOURS[i], label=name)
-            for i, (label, level) in enumerate(levels.items() if scale == 100 else ()):
-                axes.axhline(level, color="0.5", ls=LINES[-1 - i], lw=0.9)
-                axes.annotate(
-                    label, (1, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="0.4"
-                )
+            for i, (name, of_runs) in enumerate(runs.items()):
+                lines = [{row["round"]: row[column] for row in rows if row.get(column) is not None} for rows in of_runs]
+                at = sorted(set.intersection(*map(set, lines)))
+                values = scale * np.array([[line[t] for t in at] for line in lines])
+                axes.plot(at, values.mean(0), LINES[i], color=COLOURS[i], label=name)
+                axes.fill_between(at, values.min(0), values.max(0), color=COLOURS[i], alpha=0.15, lw=0)
             axes.set(title=title, xlabel="round", ylim=(0, None))
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(runs))
@@ -161,28 +157,29 @@ def hull(file: Path, known: Tensor, points: Tensor, vertices: Tensor, clients: C
         _times_selected(right, rows, clients)
 
 
-def extensions(file: Path, runs: Mapping[str, Rows], groups: Sequence[str], gamma: float) -> None:
-    """UEFL: who gets codewords in each iteration, and what became of the clients' accuracies.
+def extensions(folder: Path, runs: Mapping[str, Sequence]) -> None:
+    """extensions.png for UEFL: who gets codewords in each iteration, and what became of the clients' accuracies.
 
-    runs    label -> the rows of a run; the first is UEFL's, the others are baselines
-    groups  per client the domain of its data
-    gamma   a client gets more codewords if its uncertainty is above (1 + gamma) times the smallest one
+    runs  label -> its Runs, of which the first is drawn; the first label is UEFL's, the others are baselines
     """
-    ends = list({row["iteration"]: row for row in next(iter(runs.values())) if row["uncertainties"]}.values())
+    ours, rows = next(iter(runs.values()))[0], {name: of[0].rows for name, of in runs.items()}
+    groups, gamma = ours.clients.groups[: ours.clients.participating], ours.args.gamma
+    ends = list({row["iteration"]: row for row in ours.rows if "uncertainties" in row}.values())
     at = np.arange(len(groups))
-    with drawn(file, 2.6 * len(ends) + 3.4, 3.1) as figure:
+    with drawn(folder / "extensions.png", 2.6 * len(ends) + 3.4, 3.1) as figure:
         *panels, right = figure.subplots(1, len(ends) + 1, width_ratios=[1] * len(ends) + [1.4])
         for axes, row, after in zip(panels, ends, [*ends[1:], None], strict=True):
             e = np.array(row["uncertainties"])
             grows = np.array(after["codewords"]) > np.array(row["codewords"]) if after else e > np.inf
             axes.bar(at, e, color=np.where(grows, COLOURS[1], "0.6"))
             axes.axhline((1 + gamma) * e.min(), color="black", ls=":", lw=0.9)
-            axes.set(title=f"uncertainty in round {row['round']} (nats)\n{grows.sum()} clients get codewords"
-                     if after else f"uncertainty in round {row['round']} (nats)", ylim=(0, 1.05 * e.max()))  # fmt: skip
-        for i, (name, rows) in enumerate(runs.items()):
-            width = 0.8 / len(runs)
-            right.bar(at + (i + 0.5) * width - 0.4, 100 * np.array(rows[-1]["accuracies"]), width, color=COLOURS[i],
-                      label=name)  # fmt: skip
+            title = f"uncertainty in round {row['round']} (nats)"
+            title += f"\n{grows.sum()} clients get codewords" * bool(after)
+            axes.set(title=title, ylim=(0, 1.05 * e.max()))
+        for i, (name, of_run) in enumerate(rows.items()):
+            width = 0.8 / len(rows)
+            places = at + (i + 0.5) * width - 0.4
+            right.bar(places, 100 * np.array(of_run[-1]["accuracies"]), width, color=COLOURS[i], label=name)
         right.set(title="accuracy at the end (percent)", ylim=(0, 100))
         figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=len(runs))
         for axes in (*panels, right):

@@ -1,17 +1,18 @@
 """Several processes that work on one run, called ranks: `--processes N`, or `torchrun` for several machines.
 
 Every rank runs the whole program. The ranks share the training and the evaluation, exchange the results, and then all
-compute the same server step. Only the first rank writes files and prints. In a program that launch() runs, each rank
-computes with one thread, so a result depends neither on the number of ranks nor on the number of cores.
+compute the same server step. Only the first rank writes files and prints. Each rank computes with one thread, so a
+result depends neither on the number of ranks nor on the number of cores.
 """
 
-import ctypes
+import logging
 import os
+import pickle
 import signal
-import socket
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -19,23 +20,38 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing import ProcessExitedException, start_processes
 
-from common import UserError
+from common import UserError, first_line
 
-RANK, COUNT = 0, 1
-if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started this program
+RANK, COUNT, MEETING = 0, 1, "env://"  # MEETING: where the ranks find each other; torchrun tells by environment
+if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= set(os.environ):  # torchrun has started this program
     RANK, COUNT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
-_is_program, _helpers, _store = False, [], None  # _helpers: process ids of the ranks that start() has forked
+_is_program = False
 
 
 def begin() -> None:
-    """Says that a program begins here. start() may fork it, because nothing has been computed in threads yet."""
+    """Says that a program begins here. It may be forked, because nothing has been computed in threads yet."""
     global _is_program
     _is_program = True
     torch.set_num_threads(1)
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def how_many(processes: int | None, device: str, most: int) -> int:
+    """How many ranks to start: `processes`, by default one per GPU or core, but no more than `most` and than GPUs.
+
+    Only a program that called begin() is forked. Raises UserError if torchrun has started the ranks already.
+    """
+    if COUNT > 1 and processes:
+        raise UserError("--processes: torchrun says how many there are; leave it out")
+    if COUNT > 1 or not _is_program:
+        return 1
+    if (processes or 1) > 1 and sys.platform != "linux":
+        raise UserError("--processes: only Linux can fork a program safely; use --processes 1, or torchrun")
+    gpus = torch.cuda.device_count() if device in ("auto", "cuda") else int(device.startswith("cuda"))
+    return min(processes or gpus or cores(), most, gpus or most)
 
 
 def cores() -> int:
@@ -47,91 +63,68 @@ def cores() -> int:
     return count
 
 
-def start(processes: int | None, device: str, most: int) -> None:
-    """Forks this program, so that there are `processes` ranks, but no more than `most` and than GPUs, if it uses them.
+def start(work: Callable[[], None], count: int) -> None:
+    """Runs work() in `count` ranks on this machine, and waits until all have ended.
 
-    The default is one rank for each GPU, or else for each core. The helpers return from here as ranks 1, 2, ... They
-    share the memory of what is loaded by now, and the system ends them when the first rank ends. Only the first call of
-    a program does this, and only after begin(). Raises UserError if this system cannot fork safely, or if torchrun has
-    already started the ranks and `processes` is given, too.
+    The ranks are forked, so they share the memory of what is loaded by now. If one ends early, so do the others. Raises
+    the UserError or OSError that a rank has met, or ChildProcessError if one was killed.
     """
-    global RANK, COUNT, _store
-    gpus = torch.cuda.device_count() if device in ("auto", "cuda") else int(device.startswith("cuda"))
-    count = min(processes or gpus or cores(), most, gpus or most)
-    if COUNT > 1 and processes and not _store:
-        raise UserError("--processes: torchrun says how many there are; leave it out")
-    if COUNT > 1 or count == 1 or not _is_program:
-        return
-    if sys.platform != "linux":
-        raise UserError("--processes: only Linux can fork a program safely; use --processes 1, or torchrun")
-    from torch import _dynamo  # noqa: F401  (the first optimizer needs it, which would take seconds in every process)
+    from torch import _dynamo  # noqa: F401  (the first optimizer imports it: seconds for every rank)
 
-    if sys.stdout:
-        sys.stdout.flush()
-    parent, COUNT, listener = os.getpid(), count, socket.create_server(("127.0.0.1", 0))
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first rank alone
-    for rank in range(1, count):
-        if pid := os.fork():
-            _helpers.append(pid)
-            continue
-        RANK, sys.stdout = rank, open(os.devnull, "w")  # noqa: SIM115
-        _helpers.clear()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-        break
-    if RANK == 0:
-        signal.signal(signal.SIGINT, handler)
-        signal.signal(signal.SIGCHLD, check_helpers)
-        check_helpers()  # one may have ended before
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    port, listen = listener.getsockname()[1], {"master_listen_fd": listener.detach()} if RANK == 0 else {}
-    _store = dist.TCPStore("127.0.0.1", port, is_master=RANK == 0, wait_for_workers=False, **listen)
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = start_processes(_rank, (work, count, Path(folder)), count, join=False, start_method="fork")
+        try:
+            while not ranks.join(grace_period=1):
+                pass
+        except ProcessExitedException as e:
+            for error in Path(folder).glob("error*"):
+                raise pickle.loads(error.read_bytes()) from None
+            memory = ", perhaps for lack of memory: use fewer --processes" if e.signal_name == "SIGKILL" else ""
+            raise ChildProcessError(f"a process was ended by {e.signal_name}{memory}") from e
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
 
 
-def check_helpers(*_) -> None:
-    """Ends the first rank, wherever it is at this moment, when a helper has failed: raises ChildProcessError."""
-    for pid in _helpers:
-        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if end and end.si_status:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # one message is enough
-            memory = ", perhaps for lack of memory: use fewer --processes" if end.si_status == signal.SIGKILL else ""
-            killed = f"was killed by signal {end.si_status}{memory}"
-            raise ChildProcessError(f"a helper process {'failed' if end.si_code == os.CLD_EXITED else killed}")
+def _rank(rank: int, work: Callable[[], None], count: int, folder: Path) -> None:
+    """One rank's life. It leaves its mistake in the folder, for the parent to report."""
+    global RANK, COUNT, MEETING
+    RANK, COUNT, MEETING = rank, count, f"file://{folder}/meeting"
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C and the parent's death end it at once
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if rank > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        work()
+    except (UserError, OSError) as e:
+        (folder / f"error{rank}").write_bytes(pickle.dumps(e))
+        sys.exit(1)
+    except RuntimeError:
+        time.sleep(0.5)  # if the reason is that another rank was killed, the parent should find that one first
+        raise
 
 
-def join(device: torch.device) -> None:
+def connect(device: torch.device) -> None:
     """Connects the ranks, if there are several. Each rank has one device of this type."""
     if COUNT > 1 and not dist.is_initialized():
-        if _store:
-            _store.add("here", 1)
-        while _store and _store.add("here", 0) < COUNT:
-            check_helpers()
-            time.sleep(0.01)  # lets signals through, while the next call would not before all ranks are here
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         patience = timedelta(days=7)  # one client may train for hours
-        dist.init_process_group(backend, store=_store, rank=RANK, world_size=COUNT, timeout=patience)
+        try:
+            dist.init_process_group(backend, MEETING, rank=RANK, world_size=COUNT, timeout=patience)
+        except (RuntimeError, ValueError) as e:
+            raise UserError(f"the processes cannot connect to each other ({first_line(e)})") from e
 
 
-def meet() -> None:
-    """Waits until all ranks are here. Unlike dist.barrier, this lets Ctrl-C through."""
-    sum_over(torch.zeros(1))
-
-
-def leave() -> None:
-    """Ends the helpers, and disconnects the ranks."""
-    global COUNT, _store
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if _helpers:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave some of them behind
-    for pid in _helpers:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    _helpers.clear()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if _store:
-        COUNT, _store = 1, None
+def agree(facts: dict) -> None:
+    """Raises UserError if the ranks do not have the same facts, by name: then they would train different models."""
+    if COUNT > 1:
+        of_ranks: list[dict] = [{}] * COUNT
+        dist.all_gather_object(of_ranks, facts)
+        names = [name for name in facts if any(other[name] != of_ranks[0][name] for other in of_ranks)]
+        if names:
+            raise UserError(f"the processes differ in their {' and '.join(names)}: start all of them with the same")
 
 
 def share_out(sizes: Sequence[int]) -> list[int]:
@@ -151,18 +144,17 @@ def share_out(sizes: Sequence[int]) -> list[int]:
 def sum_over(values: Tensor) -> Tensor:
     """The sum of the ranks' tensors, in place."""
     if COUNT > 1:
-        work = dist.all_reduce(values, async_op=True)
-        while not work.is_completed():
-            time.sleep(0.001)  # unlike work.wait(), this lets Ctrl-C through
-        work.wait()
+        dist.all_reduce(values)
     return values
 
 
-def gather(results: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Each rank's results, joined into one dict. The keys of the ranks must differ."""
+def gather(rows: dict[int, Tensor], count: int, device: torch.device) -> Tensor:
+    """The ranks' rows 0 .. count-1, each a vector of n numbers that one of the ranks has: [count, n] on the device."""
     if COUNT == 1:
-        return results
-    meet()
-    of_ranks: list[dict] = [{}] * COUNT
-    dist.all_gather_object(of_ranks, {i: result.cpu() for i, result in results.items()})
-    return {i: result for results in of_ranks for i, result in results.items()}
+        return torch.stack([rows[i] for i in range(count)])
+    size = torch.tensor(max((len(row) for row in rows.values()), default=0))
+    dist.all_reduce(size, dist.ReduceOp.MAX)  # a rank without a row does not know n
+    table = torch.zeros(count, int(size), device=device)
+    for i, row in rows.items():
+        table[i] = row
+    return sum_over(table)

@@ -24,18 +24,17 @@ class Clients:
     train, test    for each client its positions in the pool, int64; local training never sees `test`
     participating  M; the participating clients have the ids 0 .. M-1, so an id is also the row in every table
     sample         K, how many of the participating clients a method selects per round
-    ood            int64: OOD samples, which are the standard test set or the domain left out; may be empty
     groups         for each client what it has in common with others, such as its domain; "" if clients mix domains
-    rare           int64: the OOD samples of the rare classes, if the partition has some
+    tests          test sets that belong to no client, int64, by name. ood: the standard test set, or the domain left
+                   out; rare: its samples of the rare classes, if the partition has some
     """
 
     train: list[Tensor]
     test: list[Tensor]
     participating: int
     sample: int
-    ood: Tensor
     groups: list[str]
-    rare: Tensor
+    tests: dict[str, Tensor]
 
     @property
     def ids(self) -> Tensor:
@@ -263,4 +262,5 @@ def deal(
     chosen = draw(torch.arange(len(train)), m, random_at(seed, "participate")).tolist()
     order = chosen + sorted(set(range(len(train))) - set(chosen))  # the participating clients first
     train, test, groups = ([of_client[k] for k in order] for of_client in (train, test, groups))
-    return Clients(train, test, m, sample or min(m, usual), ood, groups, rare)
+    tests = {name: positions for name, positions in {"ood": ood, "rare": rare}.items() if len(positions)}
+    return Clients(train, test, m, sample or min(m, usual), groups, tests)
