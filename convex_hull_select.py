@@ -46,6 +46,7 @@ from torch import Tensor
 
 from common import UserError, flags, plots, random_at, runs, splits, train
 from common.compare import compare
+from common.ranks import launch
 from common.setup import prepare
 
 
@@ -71,7 +72,9 @@ def principal_components(g: Tensor, dim: int, scale: bool = False) -> Tensor:
         length = gram.diagonal().sqrt()
         gram = gram / (length[:, None] * length)
     size = gram.diagonal().mean().item()
-    gram = gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()  # products of the centred rows
+    gram = (
+        gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()
+    )  # products of the centred rows
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(0), vectors.flip(1)
     spanned = int((values > 1e-5 * size).sum())  # smaller values are the rounding of float32
@@ -98,7 +101,9 @@ def hull_vertices(g: Tensor, dim: int, scale: bool = False) -> Tensor:
     or if dim is not in 1 to 8.
     """
     if g.dim() != 2 or not 1 <= dim <= 8:
-        raise ValueError(f"g must be [clients, parameters], not {tuple(g.shape)}; dim 1 to 8, not {dim}")
+        raise ValueError(
+            f"g must be [clients, parameters], not {tuple(g.shape)}; dim 1 to 8, not {dim}"
+        )
     usable = usable_rows(g)
     if not len(usable):
         raise ValueError(f"none of the {len(g)} updates is usable: they are zero or not finite")
@@ -148,12 +153,14 @@ def federate(args) -> runs.Run:
         trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)  # lines 5, 6
         g = w - ws  # line 7: one row for each client whose upload is finite
         table[trained] = g  # section IV-B
-        sizes = clients.sizes[trained].to(g)
-        alpha = sizes / sizes.sum() if args.weighting == "size" else torch.full_like(sizes, 1 / len(sizes))
+        n = clients.sizes[trained].to(g) if args.weighting == "size" else torch.ones_like(losses)
+        alpha = n / n.sum()
         w = w - alpha @ g  # line 9
         measures = trainer.evaluate(model, w, trained) if run.due else {}
-        measures |= {"vertices": len(vertices), "rare_selected": rare_clients[trained].float().mean()}
-        run.record(t, {"w": w, "table": table}, selected, trained, train_loss=alpha @ losses, **measures)
+        measures["vertices"] = len(vertices)
+        measures["rare_selected"] = rare_clients[trained].float().mean()
+        loss, keep = alpha @ losses, {"w": w, "table": table}
+        run.record(t, keep, selected=trained, train_loss=loss, **measures)
 
     usable = usable_rows(table)
     plane = principal_components(table[usable], 2, not args.raw)
@@ -168,7 +175,15 @@ def federate(args) -> runs.Run:
 # for figures 7 to 9; ours is 0.1, the best for random selection on CIFAR-10 (results/wu.md). The 200 rounds are ours.
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 RESNET = {"model": "resnet18", "local_epochs": 3, "batch_size": 16, "lr": 0.01, "rounds": 200}
-RARE = {"partition": "rare", "clients": 40, "sample": 10, "width": 0.25, "batch_size": 64, "lr": 0.2, "rounds": 50}
+RARE = {
+    "partition": "rare",
+    "clients": 40,
+    "sample": 10,
+    "width": 0.25,
+    "batch_size": 64,
+    "lr": 0.2,
+    "rounds": 50,
+}
 SETTINGS = {
     "glyphs": {**PAPER, **RARE},
     "other": {**PAPER, "dirichlet": 0.5},
@@ -176,7 +191,14 @@ SETTINGS = {
     "cifar100": {**RESNET, "dirichlet": 0.03},
     "folder": {**RESNET, "dirichlet": 0.09},
 }
-QUICK = {"model": "cnn", "width": 0.25, "local_epochs": 5, "batch_size": 32, "lr": 0.05, "rounds": 20}
+QUICK = {
+    "model": "cnn",
+    "width": 0.25,
+    "local_epochs": 5,
+    "batch_size": 32,
+    "lr": 0.05,
+    "rounds": 20,
+}
 SMALL = {
     "other": QUICK,
     "folder": {**QUICK, "dirichlet": 0.5, "image_size": 32, "clients": 12, "rounds": 30},
@@ -185,21 +207,43 @@ SMALL = {
 
 def own_flags(add) -> None:
     kinds = ["hull", "interior", "random", "largest"]
-    add("--selection", choices=kinds, default="hull", help="line 3, or as many clients chosen in another way")
-    add("--hull-dim", type=flags.at_least(1, int, 8), default=3, help="principal components in which the hull is built")
-    add("--raw", action=argparse.BooleanOptionalAction, default=True, help="--no-raw scales gradients to length 1")
-    add("--weighting", choices=["equal", "size"], default="equal", help="line 9: alpha_i is 1 / K or n_i / n")
+    add(
+        "--selection",
+        choices=kinds,
+        default="hull",
+        help="line 3, or as many clients chosen in another way",
+    )
+    add(
+        "--hull-dim",
+        type=flags.at_least(1, int, 8),
+        default=3,
+        help="principal components in which the hull is built",
+    )
+    add(
+        "--raw",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="--no-raw scales gradients to length 1",
+    )
+    add(
+        "--weighting",
+        choices=["equal", "size"],
+        default="equal",
+        help="line 9: alpha_i is 1 / K or n_i / n",
+    )
 
 
 def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
-    return compare(
-        args, federate, args.selection, {"random": {"selection": "random"}},
-        prediction="nobody is like a client whose class only it has, so its gradient is a corner of the hull, hull "
-        "selection trains it more often than random selection does, and the model knows its class better",
-        shows_in={"rare_selected": "above", "rare_accuracy": "above", "ood_accuracy": "above"},
-    )  # fmt: skip
+    baselines = {"random": {"selection": "random"}}
+    prediction = (
+        "nobody is like a client whose class only it has, so its update is a vertex of the hull: "
+        "hull selection trains these clients more often than random selection does, and the model "
+        "knows their classes better"
+    )
+    shows_in = {"rare_selected": "above", "rare_accuracy": "above", "ood_accuracy": "above"}
+    return compare(args, federate, args.selection, baselines, prediction, shows_in)
 
 
 if __name__ == "__main__":
-    runs.launch(main)
+    launch(main)

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from common import flags, plots, random_at, runs, splits, train
 from common.compare import compare
+from common.ranks import launch
 from common.setup import prepare
 
 
@@ -50,8 +51,15 @@ def label_entropy(label_counts: Tensor) -> Tensor:
     Raises ValueError if the counts are not a matrix, or if a row is empty or has a negative or non-finite number.
     """
     counts = label_counts.double()
-    if counts.dim() != 2 or not torch.isfinite(counts).all() or (counts < 0).any() or (counts.sum(1) == 0).any():
-        raise ValueError("label_counts must be [clients, classes], finite, not negative, with a sample in each row")
+    if (
+        counts.dim() != 2
+        or not torch.isfinite(counts).all()
+        or (counts < 0).any()
+        or (counts.sum(1) == 0).any()
+    ):
+        raise ValueError(
+            "label_counts must be [clients, classes], finite, not negative, with a sample in each row"
+        )
     return torch.special.entr(counts / counts.sum(1, keepdim=True)).sum(1)
 
 
@@ -85,7 +93,8 @@ def federate(args) -> runs.Run:
         objective = (alpha * entropies[trained]).sum()  # line 6
         measures = trainer.evaluate(model, w, trained) if run.due else {}
         loss = alpha.to(losses) @ losses
-        run.record(t, {"w": w}, selected, trained, train_loss=loss, objective=objective, **measures)
+        keep = {"w": w}
+        run.record(t, keep, selected=trained, train_loss=loss, objective=objective, **measures)
     plots.label_weights(run.folder / "weights.png", counts, entropies, alphas)
     return run.finish(model, w)
 
@@ -97,7 +106,13 @@ def federate(args) -> runs.Run:
 # for random selection on CIFAR-10 (results/wu.md). The 200 rounds and the 10 clients per round are our choices.
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 RESNET = {"model": "resnet18", "local_epochs": 3, "batch_size": 16, "lr": 0.01, "rounds": 200}
-SPECIALISTS = {"partition": "specialists", "clients": 40, "width": 0.25, "batch_size": 32, "rounds": 20}
+SPECIALISTS = {
+    "partition": "specialists",
+    "clients": 40,
+    "width": 0.25,
+    "batch_size": 32,
+    "rounds": 20,
+}
 SETTINGS = {
     "glyphs": {**PAPER, **SPECIALISTS},
     "other": {**PAPER, "dirichlet": 0.1},
@@ -105,7 +120,14 @@ SETTINGS = {
     "cifar100": {**RESNET, "dirichlet": 0.03},
     "folder": {**RESNET, "dirichlet": 0.09},
 }
-QUICK = {"model": "cnn", "width": 0.25, "local_epochs": 5, "batch_size": 32, "lr": 0.05, "rounds": 20}
+QUICK = {
+    "model": "cnn",
+    "width": 0.25,
+    "local_epochs": 5,
+    "batch_size": 32,
+    "lr": 0.05,
+    "rounds": 20,
+}
 SMALL = {
     "other": QUICK,
     "folder": {**QUICK, "dirichlet": 0.5, "image_size": 32, "clients": 12, "rounds": 30},
@@ -114,18 +136,23 @@ SMALL = {
 
 def own_flags(add) -> None:
     kinds = ["entropy", "size", "equal"]
-    add("--weighting", choices=kinds, default="entropy", help="entropy: equation 14; size: n_i; equal: 1")
+    add(
+        "--weighting",
+        choices=kinds,
+        default="entropy",
+        help="entropy: equation 14; size: n_i; equal: 1",
+    )
 
 
 def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
-    return compare(
-        args, federate, args.weighting, {"equal": {"weighting": "equal"}},
-        prediction="an update from a client with all classes helps everybody, and one from a client with one class "
-        "does not, so the model learns more if clients with many classes count more",
-        shows_in={"ood_accuracy": "above"},
-    )  # fmt: skip
+    baselines = {"equal": {"weighting": "equal"}}
+    prediction = (
+        "an update from a client with all classes helps everybody, and one from a client with one "
+        "class does not, so the model learns more if clients with many classes count more"
+    )
+    return compare(args, federate, args.weighting, baselines, prediction, {"ood_accuracy": "above"})
 
 
 if __name__ == "__main__":
-    runs.launch(main)
+    launch(main)

@@ -47,6 +47,7 @@ from torch import Tensor
 
 from common import flags, random_at, runs, splits, train
 from common.compare import compare
+from common.ranks import launch
 from common.setup import prepare
 
 
@@ -70,7 +71,9 @@ def power_of_choice(losses: Tensor, k: int) -> Tensor:
     return losses.sort(descending=True, stable=True).indices[:k].sort().values
 
 
-def select(args, clients: splits.Clients, trainer: train.Trainer, model, theta: Tensor, t: int) -> Tensor:
+def select(
+    args, clients: splits.Clients, trainer: train.Trainer, model, theta: Tensor, t: int
+) -> Tensor:
     """The clients that train in round t (line 3), int64 [K]."""
     if args.selection == "power_of_choice":
         _, losses = trainer.accuracy_and_loss(model, theta, clients.train[: clients.participating])
@@ -82,16 +85,24 @@ def select(args, clients: splits.Clients, trainer: train.Trainer, model, theta: 
 def federate(args) -> runs.Run:
     """Algorithm 1 with these flags."""
     _, clients, model, trainer, run = prepare(args)
-    theta = run.kept.get("theta", train.get_weights(model))  # line 1, or where a resumed run stopped
+    theta = run.kept.get(
+        "theta", train.get_weights(model)
+    )  # line 1, or where a resumed run stopped
     for t in run.rounds(args.rounds):  # line 2
         selected = select(args, clients, trainer, model, theta, t)  # line 3
-        trained, thetas, losses = trainer.train(client_update, model, theta, selected, t)  # lines 5 to 12
+        trained, thetas, losses = trainer.train(
+            client_update, model, theta, selected, t
+        )  # lines 5 to 12
         deltas = thetas - theta  # line 13: one row for each client whose upload is finite
-        sizes = clients.sizes[trained].to(theta)
-        alpha = sizes / sizes.sum() if args.weighting == "size" else torch.full_like(sizes, 1 / len(sizes))
+        n = (
+            clients.sizes[trained].to(theta)
+            if args.weighting == "size"
+            else torch.ones_like(losses)
+        )
+        alpha = n / n.sum()
         theta = theta + args.server_lr * alpha @ deltas  # line 15
         measures = trainer.evaluate(model, theta, trained) if run.due else {}
-        run.record(t, {"theta": theta}, selected, trained, train_loss=alpha @ losses, **measures)
+        run.record(t, {"theta": theta}, selected=trained, train_loss=alpha @ losses, **measures)
     return run.finish(model, theta)
 
 
@@ -108,7 +119,14 @@ SETTINGS = {
     "cifar100": {**RESNET, "dirichlet": 0.03},
     "folder": {**RESNET, "dirichlet": 0.09},
 }
-QUICK = {"model": "cnn", "width": 0.25, "local_epochs": 5, "batch_size": 32, "lr": 0.05, "rounds": 20}
+QUICK = {
+    "model": "cnn",
+    "width": 0.25,
+    "local_epochs": 5,
+    "batch_size": 32,
+    "lr": 0.05,
+    "rounds": 20,
+}
 SMALL = {
     "other": QUICK,
     "folder": {**QUICK, "dirichlet": 0.5, "image_size": 32, "clients": 12, "rounds": 30},
@@ -117,22 +135,33 @@ SMALL = {
 
 def own_flags(add) -> None:
     kinds = ["random", "power_of_choice", "by_size"]
-    add("--selection", choices=kinds, default="random", help="line 3: who trains; by_size: probability n_c / n")
-    add("--weighting", choices=["size", "equal"], default="size", help="line 15: n_c / n, or 1 / |C|")
+    add(
+        "--selection",
+        choices=kinds,
+        default="random",
+        help="line 3: who trains; by_size: probability n_c / n",
+    )
+    add(
+        "--weighting",
+        choices=["size", "equal"],
+        default="size",
+        help="line 15: n_c / n, or 1 / |C|",
+    )
     add("--server-lr", type=flags.positive, default=1.0, help="eta_g, the server's step size")
 
 
 def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
-    skewed = args.partition == "dirichlet"
-    return compare(
-        args, federate, f"alpha {args.dirichlet:g}" if skewed else "fedavg",
-        {"alpha 1": {"dirichlet": 1.0}, "alpha 100": {"dirichlet": 100.0}} if skewed else {},
-        prediction="if the clients' labels have little in common (the smallest Dirichlet alpha), their updates "
-        "contradict each other, and the model is worst for the clients that never train",
-        shows_in={"ood_accuracy": "below"},
-    )  # fmt: skip
+    label, baselines = args.selection, {}
+    if args.partition == "dirichlet":
+        label = f"alpha {args.dirichlet}"
+        baselines = {"alpha 1.0": {"dirichlet": 1.0}, "alpha 100.0": {"dirichlet": 100.0}}
+    prediction = (
+        "if the clients' labels have little in common, because alpha is small, their updates "
+        "contradict each other, and the model is worse for the clients that never train"
+    )
+    return compare(args, federate, label, baselines, prediction, {"ood_accuracy": "below"})
 
 
 if __name__ == "__main__":
-    runs.launch(main)
+    launch(main)

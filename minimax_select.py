@@ -47,6 +47,7 @@ from torch import Tensor
 
 from common import UserError, flags, plots, random_at, runs, splits, train
 from common.compare import compare
+from common.ranks import launch
 from common.setup import prepare
 
 
@@ -55,7 +56,9 @@ def cosines(g: Tensor) -> Tensor:
     products = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
     for part in g.split(2**11, dim=1):  # short float32 sums, added up in float64
         products += part @ part.T
-    products = (products + products.T) / 2  # else two clients at equal distance could differ by rounding
+    products = (
+        products + products.T
+    ) / 2  # else two clients at equal distance could differ by rounding
     length = products.diagonal().sqrt()
     return products / (length[:, None] * length)
 
@@ -85,7 +88,9 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
         raise ValueError(f"g must be [clients, parameters], not {tuple(g.shape)}")
     usable = usable_rows(g)
     if not 1 <= k <= len(usable):
-        raise ValueError(f"k = {k}: choose between 1 and the {len(usable)} usable updates (of {len(g)})")
+        raise ValueError(
+            f"k = {k}: choose between 1 and the {len(usable)} usable updates (of {len(g)})"
+        )
     score = largest_similarity(cosines(g[usable]))
     return usable[score.sort(stable=True, descending=largest).indices[:k]].sort().values
 
@@ -114,13 +119,13 @@ def federate(args) -> runs.Run:
         trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)  # lines 5, 6
         g = w - ws  # line 7: one row for each client whose upload is finite
         table[trained] = g  # section IV-B
-        sizes = clients.sizes[trained].to(g)
-        alpha = sizes / sizes.sum() if args.weighting == "size" else torch.full_like(sizes, 1 / len(sizes))
+        n = clients.sizes[trained].to(g) if args.weighting == "size" else torch.ones_like(losses)
+        alpha = n / n.sum()
         w = w - alpha @ g  # line 9
         measures = trainer.evaluate(model, w, trained) if run.due else {}
-        share = rare_clients[trained].float().mean()
-        keep = {"w": w, "table": table}
-        run.record(t, keep, selected, trained, train_loss=alpha @ losses, rare_selected=share, **measures)
+        rare = rare_clients[trained].float().mean()
+        loss, keep = alpha @ losses, {"w": w, "table": table}
+        run.record(t, keep, selected=trained, train_loss=loss, rare_selected=rare, **measures)
     plots.similarity(run.folder / "similarity.png", cosines(table), clients, run.rows)
     return run.finish(model, w)
 
@@ -131,7 +136,15 @@ def federate(args) -> runs.Run:
 # for figures 7 to 9; ours is 0.1, the best for random selection on CIFAR-10 (results/wu.md). The 200 rounds are ours.
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 RESNET = {"model": "resnet18", "local_epochs": 3, "batch_size": 16, "lr": 0.01, "rounds": 200}
-RARE = {"partition": "rare", "clients": 40, "sample": 10, "width": 0.25, "batch_size": 64, "lr": 0.2, "rounds": 50}
+RARE = {
+    "partition": "rare",
+    "clients": 40,
+    "sample": 10,
+    "width": 0.25,
+    "batch_size": 64,
+    "lr": 0.2,
+    "rounds": 50,
+}
 SETTINGS = {
     "glyphs": {**PAPER, **RARE},
     "other": {**PAPER, "dirichlet": 0.5},
@@ -139,7 +152,14 @@ SETTINGS = {
     "cifar100": {**RESNET, "dirichlet": 0.03},
     "folder": {**RESNET, "dirichlet": 0.09},
 }
-QUICK = {"model": "cnn", "width": 0.25, "local_epochs": 5, "batch_size": 32, "lr": 0.05, "rounds": 20}
+QUICK = {
+    "model": "cnn",
+    "width": 0.25,
+    "local_epochs": 5,
+    "batch_size": 32,
+    "lr": 0.05,
+    "rounds": 20,
+}
 SMALL = {
     "other": QUICK,
     "folder": {**QUICK, "dirichlet": 0.5, "image_size": 32, "clients": 12, "rounds": 30},
@@ -147,19 +167,30 @@ SMALL = {
 
 
 def own_flags(add) -> None:
-    add("--selection", choices=["minimax", "maxsim", "random"], default="minimax", help="line 4, or in another way")
-    add("--weighting", choices=["equal", "size"], default="equal", help="line 9: alpha_i is 1 / K or n_i / n")
+    add(
+        "--selection",
+        choices=["minimax", "maxsim", "random"],
+        default="minimax",
+        help="line 4, or in another way",
+    )
+    add(
+        "--weighting",
+        choices=["equal", "size"],
+        default="equal",
+        help="line 9: alpha_i is 1 / K or n_i / n",
+    )
 
 
 def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
-    return compare(
-        args, federate, args.selection, {"random": {"selection": "random"}},
-        prediction="nobody is like a client whose class only it has, so minimax selection trains these clients more "
-        "often than random selection does, and the model knows their classes better",
-        shows_in={"rare_selected": "above", "rare_accuracy": "above", "ood_accuracy": "above"},
-    )  # fmt: skip
+    baselines = {"random": {"selection": "random"}}
+    prediction = (
+        "nobody is like a client whose class only it has, so minimax selection trains these "
+        "clients more often than random selection does, and the model knows their classes better"
+    )
+    shows_in = {"rare_selected": "above", "rare_accuracy": "above", "ood_accuracy": "above"}
+    return compare(args, federate, args.selection, baselines, prediction, shows_in)
 
 
 if __name__ == "__main__":
-    runs.launch(main)
+    launch(main)

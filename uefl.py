@@ -71,6 +71,7 @@ from torch import Tensor
 
 from common import UserError, flags, plots, random_at, runs, splits, train
 from common.compare import compare
+from common.ranks import launch
 from common.devices import seeded
 from common.setup import prepare
 
@@ -84,14 +85,18 @@ class ExtensibleCodebook(nn.Module):
     codewords         the only parameter, [V, d / s]
     """
 
-    def __init__(self, size: int, dim: int, segments: int = 1, commitment: float = 0.25, beta: float = 1.0):
+    def __init__(
+        self, size: int, dim: int, segments: int = 1, commitment: float = 0.25, beta: float = 1.0
+    ):
         super().__init__()
         if dim % segments:
             raise ValueError(f"tokens of {dim} channels cannot be cut into {segments} segments")
         self.segments, self.commitment, self.beta = segments, commitment, beta
         self.codewords = nn.Parameter(torch.randn(size, dim // segments))
 
-    def forward(self, tokens: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, allowed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """tokens [N, l, d] -> their codewords [N, l, d], L_code (equation 5), and the codewords' indices [N, l, s].
 
         allowed  bool [V], the codewords that this client may use; by default all
@@ -101,7 +106,9 @@ class ExtensibleCodebook(nn.Module):
         if not len(self.codewords):
             return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
         v = len(self.codewords)
-        allowed = torch.ones(v, dtype=torch.bool, device=tokens.device) if allowed is None else allowed
+        allowed = (
+            torch.ones(v, dtype=torch.bool, device=tokens.device) if allowed is None else allowed
+        )
         if not (allowed.dtype == torch.bool and allowed.shape == (v,) and allowed.any()):
             raise ValueError(f"allowed must be bool [{v}] with at least one True")
         with torch.autocast(tokens.device.type, enabled=False):
@@ -110,11 +117,19 @@ class ExtensibleCodebook(nn.Module):
                 usable = torch.nonzero(allowed).flatten()
                 centre = z.mean(0)  # the new origin, so that large numbers do not cancel
                 c = self.codewords[usable] - centre
-                index = usable[torch.addmm((c**2).sum(1), z - centre, c.T, alpha=-2).argmin(1)]  # line 13, equation 4
+                index = usable[
+                    torch.addmm((c**2).sum(1), z - centre, c.T, alpha=-2).argmin(1)
+                ]  # line 13, equation 4
             c = self.codewords[index]
-            loss = self.commitment * F.mse_loss(z, c.detach()) + self.beta * F.mse_loss(c, z.detach())  # line 15
+            loss = self.commitment * F.mse_loss(z, c.detach()) + self.beta * F.mse_loss(
+                c, z.detach()
+            )  # line 15
             straight_through = z + (c - z).detach()
-        return straight_through.view(tokens.shape), loss, index.view(*tokens.shape[:-1], self.segments)
+        return (
+            straight_through.view(tokens.shape),
+            loss,
+            index.view(*tokens.shape[:-1], self.segments),
+        )
 
     @torch.no_grad()
     def extend(self, codewords: Tensor) -> None:
@@ -125,7 +140,9 @@ class ExtensibleCodebook(nn.Module):
 def predictive_entropy(probabilities: Tensor) -> Tensor:
     """Equation 6: class probabilities of T passes [T, N, C] -> the entropy of their mean over passes, in nats [N]."""
     if probabilities.dim() != 3:
-        raise ValueError(f"probabilities must be [passes, samples, classes], not {tuple(probabilities.shape)}")
+        raise ValueError(
+            f"probabilities must be [passes, samples, classes], not {tuple(probabilities.shape)}"
+        )
     return torch.special.entr(probabilities.mean(0)).sum(-1)  # line 22
 
 
@@ -152,9 +169,17 @@ def average_codewords(before: Tensor, codewords: Tensor, sizes: Tensor, allowed:
 class UEFL(nn.Module):
     """The model: encoder, codebook and classifier, which is FedAvg's if the codebook is empty. `token_norm` is ours."""
 
-    def __init__(self, features: nn.Module, codebook: ExtensibleCodebook, classifier: nn.Module, token_norm: bool):
+    def __init__(
+        self,
+        features: nn.Module,
+        codebook: ExtensibleCodebook,
+        classifier: nn.Module,
+        token_norm: bool,
+    ):
         super().__init__()
-        self.codebook = codebook  # before the others, so that its codewords are the first numbers of theta
+        self.codebook = (
+            codebook  # before the others, so that its codewords are the first numbers of theta
+        )
         self.features, self.classifier, self.token_norm = features, classifier, token_norm
 
     def encode(self, x: Tensor) -> Tensor:
@@ -186,10 +211,12 @@ def client_update(model, theta, batches, optimizer, autocast, allowed):
     return total / samples
 
 
-def average(codebook: ExtensibleCodebook, theta: Tensor, thetas: Tensor, sizes: Tensor, allowed: Tensor) -> Tensor:
+def average(
+    codebook: ExtensibleCodebook, theta: Tensor, thetas: Tensor, sizes: Tensor, allowed: Tensor
+) -> Tensor:
     """Line 20: the new theta [P], from the old one, the clients' thetas [K, P], n_k [K], and who may use what [K, V]."""
     v, d = codebook.codewords.shape
-    words, rest = thetas[:, : v * d].reshape(-1, v, d), thetas[:, v * d :]
+    words, rest = thetas[:, : v * d].reshape(len(thetas), v, d), thetas[:, v * d :]
     words = average_codewords(theta[: v * d].view(v, d), words, sizes, allowed)  # line 20
     rest = sizes / sizes.sum() @ rest  # line 20
     return torch.cat([words.flatten(), rest])
@@ -199,7 +226,9 @@ def average(codebook: ExtensibleCodebook, theta: Tensor, thetas: Tensor, sizes: 
 def client_codewords(model, batches, autocast, size, rng):
     """Line 9 for one client: the centroids, by K-means, of its segments [size, d / s], as a vector."""
     with autocast():
-        segments = torch.cat([model.encode(x).reshape(-1, model.codebook.codewords.shape[1]) for x, _ in batches])
+        segments = torch.cat(
+            [model.encode(x).reshape(-1, model.codebook.codewords.shape[1]) for x, _ in batches]
+        )
     centroids, _ = kmeans2(segments.double().cpu().numpy(), size, minit="++", rng=rng)
     return torch.from_numpy(centroids).to(segments.device, torch.float32).flatten()
 
@@ -223,36 +252,56 @@ def client_evaluation(model, batches, autocast, passes, allowed=None):
     return torch.stack([torch.cat(entropies).mean(), torch.cat(hits).mean(), perplexity])
 
 
-def evaluate(args, clients: splits.Clients, trainer: train.Trainer, model, theta: Tensor, allowed: Tensor, t: int):
+def evaluate(args, clients, trainer, model, theta: Tensor, allowed: Tensor, t: int) -> dict:
     """Line 22: the uncertainties e_k, accuracies and so on of this round, by column of metrics.csv."""
-    ids, tests = clients.ids, clients.tests
-    options = {"passes": args.passes}
-    _, measured = trainer.map(client_evaluation, model, theta, ids, clients.test, t, {"allowed": allowed}, **options)
+    measured = trainer.map(
+        client_evaluation,
+        model,
+        theta,
+        clients.ids,
+        clients.test,
+        t,
+        each={"allowed": allowed},
+        passes=args.passes,
+    )
     e, accuracies, perplexities = measured.T.cpu()
-    sizes = torch.tensor([float(len(clients.test[k])) for k in ids])
+    sizes = torch.tensor([float(len(clients.test[k])) for k in clients.ids])
     measures = {"id_accuracy": sizes @ accuracies / sizes.sum()}
-    if "ood" in tests:  # it may use all codewords
-        _, measured = trainer.map(client_evaluation, model, theta, torch.tensor([0]), [tests["ood"]], t, **options)
-        measures["ood_accuracy"] = measured[0, 1]
+    if "ood" in clients.tests:  # in pieces, and with all codewords
+        pieces = clients.tests["ood"].split(1000)
+        ids, sizes = (
+            torch.arange(len(pieces)),
+            torch.tensor([float(len(piece)) for piece in pieces]),
+        )
+        measured = trainer.map(client_evaluation, model, theta, ids, pieces, t, passes=args.passes)
+        measures["ood_accuracy"] = sizes @ measured[:, 1].cpu() / sizes.sum()
     measures |= {"mA": accuracies.mean(), "mE": e.mean()}
     if args.codebook_size:
         measures["mP"] = perplexities.mean()
-    turned = torch.tensor([group != clients.groups[0] for group in clients.groups])[ids]
+    codewords = allowed.sum(1).cpu()
+    turned = torch.tensor([clients.groups[k] != clients.groups[0] for k in clients.ids])
     if turned.any():
-        own_words = allowed.sum(1).cpu() > args.codebook_size
-        measures |= {"turned_accuracy": accuracies[turned].mean(), "turned_extended": own_words[turned].float().mean()}
-    return measures | {"accuracies": accuracies, "uncertainties": e, "codewords": allowed.sum(1)}
+        measures["turned_accuracy"] = accuracies[turned].mean()
+        measures["turned_extended"] = (codewords[turned] > args.codebook_size).float().mean()
+    return {**measures, "accuracies": accuracies, "uncertainties": e, "codewords": codewords}
 
 
 def build(args):
     """Lines 1 and 2: clients, model, trainer and run."""
     _, clients, base, trainer, run = prepare(args, dropout=args.dropout)
     if not any(isinstance(layer, nn.Dropout) for layer in base.classifier):
-        raise UserError(f"--model {args.model} has no dropout, so all passes are equal: choose another")
+        raise UserError(
+            f"--model {args.model} has no dropout, so all passes are equal: choose another"
+        )
     example, _ = trainer.batch(clients.train[0][:1].to(trainer.device))
-    dim, segments = base.features.eval()(example).shape[1], args.segments if args.codebook_size else 1
+    dim, segments = (
+        base.features.eval()(example).shape[1],
+        args.segments if args.codebook_size else 1,
+    )
     if dim % segments:
-        raise UserError(f"--segments {segments} does not divide the {dim} channels of the model's tokens")
+        raise UserError(
+            f"--segments {segments} does not divide the {dim} channels of the model's tokens"
+        )
     with seeded(torch.device("cpu"), args.seed, "codebook"):
         codebook = ExtensibleCodebook(args.codebook_size, dim, segments, args.commitment, args.beta)
     model = UEFL(base.features, codebook, base.classifier, args.token_norm)
@@ -264,39 +313,41 @@ def federate(args) -> runs.Run:
     clients, model, trainer, run = build(args)  # lines 1, 2
     ids, v, codebook = clients.ids, args.codebook_size, model.codebook
     if run.kept:
-        theta, e, allowed, first = (run.kept[name] for name in ("theta", "e", "allowed", "iteration"))
+        theta, e, allowed, first = (
+            run.kept[name] for name in ("theta", "e", "allowed", "iteration")
+        )
         codebook.extend(torch.zeros(allowed.shape[1] - v, codebook.codewords.shape[1]))
     else:
         theta, e, first = train.get_weights(model), torch.zeros(len(ids)), 1  # lines 2, 3
         allowed = torch.ones(len(ids), v, dtype=torch.bool, device=trainer.device)
 
-    iterations = args.iterations if v else 1
-    last = args.rounds + (iterations - 1) * args.later_rounds
-    for iteration in range(first, iterations + 1):  # line 4
-        for t in run.rounds(args.rounds + (iteration - 1) * args.later_rounds, last):  # lines 5, 23
+    for iteration in range(first, args.iterations + 1 if v else 2):  # line 4
+        if iteration > first:
+            extended = ids[uncertain(e, args.gamma).cpu()]  # line 8
+            if not len(extended):  # line 24
+                break
+            rng = {k: random_at(args.seed, "codewords", run.t, k) for k in extended.tolist()}
+            new = trainer.map(
+                client_codewords, model, theta, extended, clients.train, run.t, {"rng": rng}, size=v
+            )  # line 9
+            codebook.extend(new.view(-1, codebook.codewords.shape[1]))  # line 9
+            theta = train.get_weights(model)
+            is_own = F.one_hot(extended.repeat_interleave(v), len(ids)).T.bool()
+            allowed = torch.cat([allowed, is_own.to(allowed.device)], dim=1)  # line 10
+
+        for t in run.rounds(args.rounds + (iteration - 1) * args.later_rounds):  # lines 5, 23
             selected = splits.draw(ids, clients.sample, random_at(args.seed, "select", t))
             trained, thetas, losses = trainer.train(
-                client_update, model, theta, selected, t, {"allowed": allowed}
+                client_update, model, theta, selected, t, each={"allowed": allowed}
             )  # lines 6 to 19
-            sizes = clients.sizes[trained].to(theta)
-            theta = average(codebook, theta, thetas, sizes, allowed[trained])  # line 20
+            n = clients.sizes[trained].to(theta)
+            theta = average(codebook, theta, thetas, n, allowed[trained])  # line 20
             measures = evaluate(args, clients, trainer, model, theta, allowed, t) if run.due else {}
             e = measures.get("uncertainties", e)  # line 22
+            measures |= {"train_loss": n / n.sum() @ losses, "iteration": iteration}
             keep = {"theta": theta, "e": e, "allowed": allowed, "iteration": iteration}
-            loss = sizes / sizes.sum() @ losses
-            run.record(t, keep, selected, trained, train_loss=loss, iteration=iteration, **measures)
-
-        extended = ids[uncertain(e, args.gamma)]  # line 8
-        if iteration == iterations or not len(extended):  # line 24
-            break
-        rng = {k: random_at(args.seed, "codewords", run.t, k) for k in extended.tolist()}
-        extended, new = trainer.map(
-            client_codewords, model, theta, extended, clients.train, run.t, {"rng": rng}, size=v
-        )  # line 9
-        codebook.extend(new.view(-1, codebook.codewords.shape[1]))  # line 9
-        theta = train.get_weights(model)
-        is_own = F.one_hot(extended.repeat_interleave(v), len(ids)).T.bool()
-        allowed = torch.cat([allowed, is_own.to(allowed.device)], dim=1)  # line 10
+            run.record(t, keep, selected=trained, **measures)
+    plots.uncertainties(run.folder / "uncertainties.png", run.rows, clients.groups, args.gamma)
     return run.finish(model, theta)
 
 
@@ -309,8 +360,9 @@ PAPER = {
     "precision": "float32",
 }
 GLYPHS = {
-    "silos": [3, 1, 1], "silo_size": 500, "model": "cnn", "width": 0.25, "codebook_size": 4, "commitment": 0.05,
-    "lr": 2e-3, "batch_size": 32, "local_epochs": 6, "rounds": 5, "later_rounds": 2, "iterations": 3,
+    "silos": [3, 1, 1], "silo_size": 1000, "model": "cnn", "width": 0.25, "codebook_size": 6,
+    "commitment": 0.02, "gamma": 0.3, "lr": 3e-3, "batch_size": 32, "local_epochs": 3, "rounds": 6,
+    "later_rounds": 6, "iterations": 3,
 }
 SETTINGS = {
     "glyphs": {**PAPER, **GLYPHS},
@@ -335,28 +387,65 @@ SMALL = {
 
 def own_flags(add) -> None:
     whole, number = flags.at_least(1), flags.at_least(0, float)
-    add("--codebook-size", type=flags.at_least(0), default=64, help="v, codewords per extension; 0: FedAvg")
+    add(
+        "--codebook-size",
+        type=flags.at_least(0),
+        default=64,
+        help="v, codewords per extension; 0: FedAvg",
+    )
     add("--segments", type=whole, default=1, help="s, parts of a token that each get a codeword")
-    add("--gamma", type=number, default=0.1, help="equation 7: with a larger gamma, fewer clients get codewords")
+    add(
+        "--gamma",
+        type=number,
+        default=0.1,
+        help="equation 7: with a larger gamma, fewer clients get codewords",
+    )
     add("--iterations", type=whole, default=5, help="largest number of iterations; 1: no extension")
-    add("--later-rounds", type=whole, default=5, help="rounds in each iteration after the first, which has --rounds")
-    add("--commitment", type=number, default=0.25, help="weight of ||sg(c) - z||^2: pulls z to codewords")
+    add(
+        "--later-rounds",
+        type=whole,
+        default=5,
+        help="rounds in each iteration after the first, which has --rounds",
+    )
+    add(
+        "--commitment",
+        type=number,
+        default=0.25,
+        help="weight of ||sg(c) - z||^2: pulls z to codewords",
+    )
     add("--beta", type=number, default=1.0, help="weight of ||c - sg(z)||^2: pulls codewords to z")
-    add("--token-norm", action=BooleanOptionalAction, default=True, help="layer norm after the encoder")
-    add("--dropout", type=flags.at_least(0, float, 0.99), default=0.1, help="probability of both dropout layers")
-    add("--passes", type=whole, default=20, help="T, forward passes with dropout, to measure uncertainty")
+    add(
+        "--token-norm",
+        action=BooleanOptionalAction,
+        default=True,
+        help="layer norm after the encoder",
+    )
+    add(
+        "--dropout",
+        type=flags.at_least(0, float, 0.99),
+        default=0.1,
+        help="probability of both dropout layers",
+    )
+    add(
+        "--passes",
+        type=whole,
+        default=20,
+        help="T, forward passes with dropout, to measure uncertainty",
+    )
 
 
 def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
-    baselines = {"static": {"iterations": 1}, "FedAvg": {"codebook_size": 0}}
-    return compare(
-        args, federate, "UEFL" if args.codebook_size else "FedAvg", baselines if args.codebook_size else {},
-        prediction="the model is least certain about the turned silos, so they get codewords and gain accuracy",
-        shows_in={"turned_extended": "above", "turned_accuracy": "above"}, against="static",
-        draw=plots.extensions,
-    )  # fmt: skip
+    label, baselines = "FedAvg", {}
+    if args.codebook_size:
+        label, baselines = "UEFL", {"static": {"iterations": 1}, "FedAvg": {"codebook_size": 0}}
+    prediction = (
+        "the model is least certain about the turned silos, so they get codewords of their own, and "
+        "gain accuracy over a codebook that is not extended"
+    )
+    shows_in = {"turned_extended": "above", "turned_accuracy": "above"}
+    return compare(args, federate, label, baselines, prediction, shows_in)
 
 
 if __name__ == "__main__":
-    runs.launch(main)
+    launch(main)

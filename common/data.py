@@ -25,8 +25,12 @@ from tqdm import tqdm
 from common import UserError, first_line
 from common.glyphs import coloured, glyphs
 
-AGREEMENT = {"colours": (1.0, 0.6, 0.1), "colours-control": (0.8, 0.8, 0.1)}  # of colour and label, in three domains
-DRAWN = ["glyphs", *AGREEMENT]  # by the program, so that no download is needed
+COLOURS = {  # name -> how often the colour agrees with the label in three domains, and whether it is left out
+    "colours": ((1.0, 0.6, 0.1), False),
+    "colours-control": ((0.8, 0.8, 0.1), False),
+    "colours-grey": ((1.0, 0.6, 0.1), True),
+}
+DRAWN = ["glyphs", *COLOURS]  # by the program, so that no download is needed
 NAMES = [*DRAWN, "mnist", "fmnist", "emnist", "cifar10", "cifar100", "gtsrb"]
 
 
@@ -49,6 +53,7 @@ class Dataset:
     classes: list[str]
     domain: Tensor | None = None
     domains: list[str] = field(default_factory=list)
+    extra: dict[str, Tensor] = field(default_factory=dict)
 
     def fingerprint(self) -> int:
         """A number that changes if a sample, a label, a domain or a name changes."""
@@ -60,7 +65,11 @@ class Dataset:
 
 @lru_cache(maxsize=1)  # a run and its baselines share their data
 def load(
-    name: str, root: str | Path = "data", image_size: int = 96, rotate: Sequence[float] = (), seed: int = 0
+    name: str,
+    root: str | Path = "data",
+    image_size: int = 96,
+    rotate: Sequence[float] = (),
+    seed: int = 0,
 ) -> Dataset:
     """The data set with this name, or the one in the folder at this path.
 
@@ -74,16 +83,22 @@ def load(
     path, root = Path(name), Path(root)
     if name == "glyphs":
         data = Dataset(name, **glyphs())
-    elif name in AGREEMENT:
-        data = Dataset(name, **coloured(AGREEMENT[name]))
-    elif name == "cifar10" and not (root / "cifar-10-batches-py").exists() and (root / "cifar10").is_dir():
+    elif name in COLOURS:
+        data = Dataset(name, **coloured(*COLOURS[name]))
+    elif (
+        name == "cifar10"
+        and not (root / "cifar-10-batches-py").exists()
+        and (root / "cifar10").is_dir()
+    ):
         data = image_folder(root / "cifar10", 32)
     elif name in NAMES:
         data = _from_torchvision(name, root)
     elif path.is_dir():
         data = image_folder(path, image_size)
     else:
-        raise UserError(f"--dataset {name}: choose from {', '.join(NAMES)}, or give the path of a folder of images")
+        raise UserError(
+            f"--dataset {name}: choose from {', '.join(NAMES)}, or give the path of a folder of images"
+        )
     return rotated(data, rotate, seed) if rotate else data
 
 
@@ -94,14 +109,21 @@ def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
     RotatedMNIST; Zhang et al., section 4). Training and test images are divided separately. The angle becomes the
     domain. Raises UserError for equal angles and for fewer images than angles.
     """
-    from torchvision.transforms.functional import InterpolationMode, rotate  # here, since torchvision starts slowly
+    from torchvision.transforms.functional import (
+        InterpolationMode,
+        rotate,
+    )  # here, since torchvision starts slowly
 
     if len({f"{a % 360:g}" for a in angles}) < len(angles) or len(data.train) < len(angles):
-        raise UserError(f"--rotate: {len(data.train)} images and the angles {angles}; name each angle once, and fewer")
+        raise UserError(
+            f"--rotate: {len(data.train)} images and the angles {angles}; name each angle once, and fewer"
+        )
     g = torch.Generator().manual_seed(seed)
     x, domain = data.x.clone(), torch.zeros_like(data.y)
     for part in (data.train, data.test):
-        for d, of_angle in enumerate(part[torch.randperm(len(part), generator=g)].tensor_split(len(angles))):
+        for d, of_angle in enumerate(
+            part[torch.randperm(len(part), generator=g)].tensor_split(len(angles))
+        ):
             domain[of_angle] = d
             for batch in (batch for batch in of_angle.split(2000) if len(batch)):
                 x[batch] = rotate(x[batch], angles[d], InterpolationMode.BILINEAR)
@@ -118,16 +140,27 @@ def _from_torchvision(name: str, root: Path) -> Dataset:
         "emnist": lambda root, **kwargs: datasets.EMNIST(root, split="digits", **kwargs),
         "cifar10": datasets.CIFAR10,
         "cifar100": datasets.CIFAR100,
-        "gtsrb": lambda root, train, **kwargs: datasets.GTSRB(root, "train" if train else "test", **kwargs),
+        "gtsrb": lambda root, train, **kwargs: datasets.GTSRB(
+            root, "train" if train else "test", **kwargs
+        ),
     }[name]
     try:
         train, test = (make(str(root), train=train, download=True) for train in (True, False))
         (x_train, y_train), (x_test, y_test) = _arrays(train), _arrays(test)
         x, y = torch.cat([x_train, x_test]), torch.cat([y_train, y_test])
         classes = getattr(train, "classes", None) or [str(c) for c in range(int(y_train.max()) + 1)]
-        if len(x_train) != len(y_train) or len(x) != len(y) or int(y.min()) < 0 or int(y.max()) >= len(classes):
-            raise ValueError(f"{len(x)} images with {len(y)} labels in {int(y.min())}..{int(y.max())}")
-    except Exception as e:  # torchvision raises anything from URLError to AssertionError for a bad or missing file
+        if (
+            len(x_train) != len(y_train)
+            or len(x) != len(y)
+            or int(y.min()) < 0
+            or int(y.max()) >= len(classes)
+        ):
+            raise ValueError(
+                f"{len(x)} images with {len(y)} labels in {int(y.min())}..{int(y.max())}"
+            )
+    except (
+        Exception
+    ) as e:  # torchvision raises anything from URLError to AssertionError for a bad or missing file
         raise UserError(
             f"{name} is not in {root}/ and could not be downloaded or read ({first_line(e)}): without a "
             f"network, copy the files of torchvision's {name} there, or name their folder with --data-dir"
@@ -158,21 +191,38 @@ def image_folder(folder: Path, image_size: int) -> Dataset:
 
     try:
         parts = [part for part in find_classes(folder)[0] if part[0] != "."]
-        classes = sorted({name for part in parts for name in find_classes(folder / part)[0] if name[0] != "."})
+        classes = sorted(
+            {name for part in parts for name in find_classes(folder / part)[0] if name[0] != "."}
+        )
     except FileNotFoundError as e:
-        raise UserError(f"{folder} holds no images as train|test/<class>/* or <domain>/<class>/* ({e})") from e
+        raise UserError(
+            f"{folder} holds no images as train|test/<class>/* or <domain>/<class>/* ({e})"
+        ) from e
     if has_test := {"train", "test"} & {part.lower() for part in parts}:
         parts.sort(key=str.lower, reverse=True)  # first train, then test
         if [part.lower() for part in parts] != ["train", "test"]:
-            raise UserError(f"{folder} holds {', '.join(parts)}: give train/ and test/, and no other folder")
-    number, kinds, samples = {name: c for c, name in enumerate(classes)}, (*IMG_EXTENSIONS, ".gif"), []
+            raise UserError(
+                f"{folder} holds {', '.join(parts)}: give train/ and test/, and no other folder"
+            )
+    number, kinds, samples = (
+        {name: c for c, name in enumerate(classes)},
+        (*IMG_EXTENSIONS, ".gif"),
+        [],
+    )
     for p, part in enumerate(parts):
-        samples += [(Path(f), c, p) for f, c in make_dataset(folder / part, number, kinds, allow_empty=True)]
-    files, y, part = [file for file, *_ in samples], *torch.tensor([s[1:] for s in samples]).long().view(-1, 2).T
+        samples += [
+            (Path(f), c, p) for f, c in make_dataset(folder / part, number, kinds, allow_empty=True)
+        ]
+    files, y, part = (
+        [file for file, *_ in samples],
+        *torch.tensor([s[1:] for s in samples]).long().view(-1, 2).T,
+    )
     holds = torch.zeros(len(parts), len(classes), dtype=torch.bool)
     holds[part, y] = True
     if absent := [classes[c] for c in torch.nonzero(~(holds.all(0) if has_test else holds.any(0)))]:
-        raise UserError(f"{folder}: train/ or test/ or all domains have no image of the class {absent[0]}: remove it")
+        raise UserError(
+            f"{folder}: train/ or test/ or all domains have no image of the class {absent[0]}: remove it"
+        )
     if holds.float().mean() < 0.5:  # NICO's contexts differ from class to class
         raise UserError(
             f"{folder}: {', '.join(parts[:3])}, ... hold different classes: this looks like <class>/<domain>/ and must "
@@ -180,7 +230,9 @@ def image_folder(folder: Path, image_size: int) -> Dataset:
         )
     others = {file for file in folder.rglob("*") if file.is_file()} - set(files)
     if run := [file.parent for file in others if file.name == "metrics.csv"]:
-        raise UserError(f"{run[0]} is the folder of a run, and its pictures are no data: move it out of {folder}")
+        raise UserError(
+            f"{run[0]} is the folder of a run, and its pictures are no data: move it out of {folder}"
+        )
     if others:
         endings = Counter(file.suffix or file.name for file in others)
         text = ", ".join(f"{count} x {ending}" for ending, count in sorted(endings.items()))
@@ -204,13 +256,21 @@ def _decode(files: list[Path], image_size: int) -> Tensor:
                 if image.has_transparency_data:
                     image = image.convert("RGBA")
                     image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-                return np.array(image.convert("RGB").resize((image_size, image_size), Image.BILINEAR))
+                return np.array(
+                    image.convert("RGB").resize((image_size, image_size), Image.BILINEAR)
+                )
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
-            raise UserError(f"{file} cannot be read as an image ({first_line(e)}): repair or remove it") from e
+            raise UserError(
+                f"{file} cannot be read as an image ({first_line(e)}): repair or remove it"
+            ) from e
 
     x = torch.empty(len(files), image_size, image_size, 3, dtype=torch.uint8)
-    with ThreadPoolExecutor() as pool:  # threads help, because Pillow releases the interpreter while it decodes
-        images = tqdm(pool.map(decode, files), "decoding", len(files), unit=" images", leave=False, delay=1)
+    with (
+        ThreadPoolExecutor() as pool
+    ):  # threads help, because Pillow releases the interpreter while it decodes
+        images = tqdm(
+            pool.map(decode, files), "decoding", len(files), unit=" images", leave=False, delay=1
+        )
         for i, image in enumerate(images):
             x[i] = torch.from_numpy(image)
     return x.permute(0, 3, 1, 2).contiguous()

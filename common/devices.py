@@ -14,7 +14,9 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 def keep_freed_memory() -> None:
     """Stops glibc from returning freed memory to the system, so that each batch reuses the buffers of the last one."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt and any(mallopt(M_MMAP_THRESHOLD, size) for size in (1 << 30, 1 << 25)):  # old versions refuse 1 << 30
+    if mallopt and any(
+        mallopt(M_MMAP_THRESHOLD, size) for size in (1 << 30, 1 << 25)
+    ):  # old versions refuse 1 << 30
         mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
@@ -26,13 +28,17 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if ranks.COUNT > 1 and name == "cuda":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', ranks.RANK)}"  # torchrun sets it
+        name = f"cuda:{ranks.RANK % torch.cuda.device_count()}"
     try:
         device = torch.ones(1, device=name).device  # cuda becomes cuda:0
     except (RuntimeError, AssertionError) as e:
-        raise UserError(f"--device {name} cannot be used ({first_line(e)[:120]}): choose auto or cpu") from e
+        raise UserError(
+            f"--device {name} cannot be used ({first_line(e)[:120]}): choose auto or cpu"
+        ) from e
     if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device {name} cannot be used (only cpu and cuda have been tried): choose auto or cpu")
+        raise UserError(
+            f"--device {name} cannot be used (only cpu and cuda have been tried): choose auto or cpu"
+        )
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.deterministic = True  # a resumed run must end with the same bytes
@@ -46,7 +52,9 @@ def pick_precision(name: str, device: torch.device) -> str:
     if device.type == "cuda":
         has_it = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        has_it = torch.cpu.get_capabilities().get("avx512_bf16") or torch.cpu.get_capabilities().get("amx_bf16")
+        has_it = torch.cpu.get_capabilities().get(
+            "avx512_bf16"
+        ) or torch.cpu.get_capabilities().get("amx_bf16")
     return "bfloat16" if has_it else "float32"
 
 

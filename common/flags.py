@@ -19,7 +19,6 @@ NEEDS = {  # a flag that changes nothing with another value of this flag, so tha
     "clients": ("partition", ["dirichlet", "iid", "domain", "rare", "twins", "specialists"]),
     "width": ("model", models.OWN),
     "momentum": ("optimizer", ["sgd"]),
-    "out": ("resume", [None]),
 }
 
 
@@ -29,10 +28,14 @@ def at_least(low: float, kind: type = int, most: float = 10**9) -> Callable[[str
     def number(text: str):
         value = kind(text)
         if not low <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text} is out of range: between {low:g} and {most:g}")
+            raise argparse.ArgumentTypeError(
+                f"{text} is out of range: between {low:g} and {most:g}"
+            )
         return value
 
-    number.__name__ = "whole number" if kind is int else "number"  # for argparse, which reports a ValueError
+    number.__name__ = (
+        "whole number" if kind is int else "number"
+    )  # for argparse, which reports a ValueError
     return number
 
 
@@ -98,8 +101,8 @@ def _shared_flags(parser: Parser) -> None:
     add = parser.add_argument_group("run").add_argument
     add("--compare", action=BooleanOptionalAction, default=True, help="also run the baselines, in folders DIR-NAME")
     add("--evaluate-every", type=at_least(1), default=1, metavar="N", help="rounds from one evaluation to the next")
-    add("--seed", type=at_least(0), default=0, help="seed of every random draw")
-    add("--seeds", type=at_least(0), nargs="+", metavar="SEED", help="run everything with each of these seeds, and compare")
+    add("--seed", "--seeds", type=at_least(0), nargs="+", default=[0], metavar="SEED",
+        help="of every random draw; with several seeds, everything runs with each, and is compared")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one")
     add("--processes", type=at_least(1), metavar="N", help="how many processes share a round's clients; the results do"
         " not depend on it (default: one per core or GPU, and no more than clients in a round; 1 for a debugger)")
@@ -142,29 +145,34 @@ def parse(
     else:
         kind = first.dataset if first.dataset in data.NAMES else "folder"
         if first.small and kind in data.DRAWN:
-            raise UserError(f"--small: {kind} is small already; leave it out, or choose another --dataset")
+            raise UserError(
+                f"--small: {kind} is small already; leave it out, or choose another --dataset"
+            )
         defaults = _of(settings, kind) | (_of(small, kind) if first.small else {})
     parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
-    changed = [flag for flag, value in vars(args).items() if value != parser.get_default(flag)]
+    words = [word.split("=")[0] for word in argv if word.startswith("--")]
+    typed = {word[2:].removeprefix("no-").replace("-", "_") for word in words}
+    args.method, args.code = method, code
     if first.resume:
-        for flag in changed:
-            if flag not in FREE:
-                raise UserError(f"{first.resume} was run with --{_typed(flag)} {defaults[flag]}: leave --{_typed(flag)} out")
-        args.out, args.code = str(Path(first.resume)), code
+        for flag in typed - {*FREE}:
+            if getattr(args, flag) != defaults.get(flag):
+                flag, value = flag.replace("_", "-"), defaults.get(flag)
+                raise UserError(f"{first.resume} was run with --{flag} {value}: leave --{flag} out")
+        args.out = str(Path(first.resume))  # without a last /
         return args
 
-    if "partition" not in changed and (args.test_domain or "partition" not in defaults):
+    if "partition" not in typed and (args.test_domain or "partition" not in defaults):
         args.partition = "domain" if args.test_domain or args.rotate else "dirichlet"
-    if "rotate" not in changed and args.partition not in ("domain", "silos"):
+    if "rotate" not in typed and args.partition not in ("domain", "silos"):
         args.rotate = None  # the turned domains of the defaults are for clients with a domain each
     for flag, (other, values) in NEEDS.items():
-        if flag in changed and getattr(args, other) not in values:
-            raise UserError(f"--{_typed(flag)} has no effect with --{other} {getattr(args, other)}: leave it out")
-    now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # with microseconds, because several runs may start in the same second
+        if flag in typed and getattr(args, other) not in values:
+            shown = f"--{flag.replace('_', '-')}"
+            raise UserError(f"{shown} has no effect with --{other} {getattr(args, other)}")
+    now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # several runs may start in the same second
     args.out = str(Path(args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}"))
-    args.method, args.name, args.code = method, method, code
-    args.is_example = args.dataset == example and not {*changed} - {*FREE, "seed", "seeds", "precision"}
+    args.is_example = not typed - {*FREE, "out", "seed", "precision"}
     return args
 
 
@@ -172,16 +180,16 @@ def _of(settings: dict[str, dict], kind: str) -> dict:
     return settings.get(kind, settings.get("other", {}))
 
 
-def _typed(flag: str) -> str:
-    return flag.replace("_", "-")
-
-
 def _saved_flags(folder: str, method: str) -> dict:
     """The flags of the run in this folder."""
     try:
         saved = json.loads((Path(folder) / "args.json").read_text())["flags"]
         if saved["method"] != method:
-            raise UserError(f"--resume {folder}: this is a run of {saved['method']}.py, not of {method}.py")
+            raise UserError(
+                f"--resume {folder}: this is a run of {saved['method']}.py, not of {method}.py"
+            )
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"--resume {folder}: there is no run to resume ({first_line(e)})") from e
-    return {flag: value for flag, value in saved.items() if flag not in ("out", "resume", "processes")}
+    seeds = saved["seed"] if isinstance(saved["seed"], list) else [saved["seed"]]
+    own = {flag: value for flag, value in saved.items() if flag not in ("resume", "processes")}
+    return {**own, "seed": seeds}

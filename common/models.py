@@ -31,7 +31,12 @@ class Classifier(nn.Module):
 
 
 def build(
-    name: str, shape: tuple[int, ...], classes: int, width: float = 1.0, dropout: float = 0.0, pretrained: str = ""
+    name: str,
+    shape: tuple[int, ...],
+    classes: int,
+    width: float = 1.0,
+    dropout: float = 0.0,
+    pretrained: str = "",
 ) -> Classifier:
     """The model called `name` for images of `shape` (channels, height, width).
 
@@ -44,7 +49,9 @@ def build(
     Draws the weights from torch's global generator. Raises UserError if name, shape or weights do not fit together.
     """
     if pretrained and name in OWN:
-        raise UserError(f"--pretrained: there are no ImageNet weights for {name}; choose one of torchvision's models")
+        raise UserError(
+            f"--pretrained: there are no ImageNet weights for {name}; choose one of torchvision's models"
+        )
 
     def scaled(channels: int) -> int:
         return max(8, round(channels * width / 8) * 8)
@@ -57,14 +64,20 @@ def build(
     elif name == "resblocks":
         features, hidden, activation = _resblocks(shape[0], scaled), scaled(512), nn.GELU()
     elif name == "vgg16":
-        features, hidden, activation = _from_torchvision("vgg16_bn", shape[0], pretrained), 512, nn.GELU()
+        features, hidden, activation = (
+            _from_torchvision("vgg16_bn", shape[0], pretrained),
+            512,
+            nn.GELU(),
+        )
     else:
         features, hidden = _from_torchvision(name, shape[0], pretrained), RESNETS[name]
     try:
         with torch.no_grad():
             size = features.eval()(torch.zeros(1, *shape)).numel()
     except RuntimeError as e:
-        raise UserError(f"--model {name} does not take images of shape {tuple(shape)} ({first_line(e)})") from e
+        raise UserError(
+            f"--model {name} does not take images of shape {tuple(shape)} ({first_line(e)})"
+        ) from e
     if hidden is None:
         layers = [nn.Linear(size, classes)]
     else:
@@ -88,7 +101,10 @@ def _convnet(channels: int, scaled) -> nn.Sequential:
     """Guo et al.'s model: four 3x3 convolutions, each followed by ReLU and group norm, then average pooling."""
     layers, sizes = [], [channels, scaled(64), scaled(128), scaled(128), scaled(128)]
     for i in range(4):
-        layers += [nn.Conv2d(sizes[i], sizes[i + 1], 3, stride=2 if i == 1 else 1, padding=1), nn.ReLU()]
+        layers += [
+            nn.Conv2d(sizes[i], sizes[i + 1], 3, stride=2 if i == 1 else 1, padding=1),
+            nn.ReLU(),
+        ]
         layers += [GroupNorm(8, sizes[i + 1])]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
@@ -97,7 +113,11 @@ def _resblocks(channels: int, scaled) -> nn.Sequential:
     """Zhang et al.'s encoder for grey images: three times a 3x3 convolution, a residual block and 2x2 pooling."""
     layers, sizes = [], [channels, scaled(128), scaled(256), scaled(512)]
     for i in range(3):
-        layers += [nn.Conv2d(sizes[i], sizes[i + 1], 3, padding=1), ResidualBlock(sizes[i + 1]), nn.MaxPool2d(2)]
+        layers += [
+            nn.Conv2d(sizes[i], sizes[i + 1], 3, padding=1),
+            ResidualBlock(sizes[i + 1]),
+            nn.MaxPool2d(2),
+        ]
     return nn.Sequential(*layers)
 
 
@@ -137,14 +157,22 @@ def _from_torchvision(name: str, channels: int, pretrained: str) -> nn.Module:
     from torchvision import models  # here, because torchvision starts slowly
     from torchvision.transforms import v2
 
-    options = {} if name == "vgg16_bn" else {"norm_layer": FrozenBatchNorm2d if pretrained else partial(GroupNorm, 32)}
+    options = (
+        {}
+        if name == "vgg16_bn"
+        else {"norm_layer": FrozenBatchNorm2d if pretrained else partial(GroupNorm, 32)}
+    )
     net = getattr(models, name)(**options)
     if pretrained:
         weights = models.get_model_weights(name).IMAGENET1K_V1  # the papers use these
         try:
             download = pretrained == "imagenet"
-            net.load_state_dict(weights.get_state_dict(check_hash=True) if download else torch.load(pretrained))
-        except Exception as e:  # many types; UnpicklingError's text advises an unsafe load, so it is left out
+            net.load_state_dict(
+                weights.get_state_dict(check_hash=True) if download else torch.load(pretrained)
+            )
+        except (
+            Exception
+        ) as e:  # many types; UnpicklingError's text advises an unsafe load, so it is left out
             raise UserError(
                 f"--pretrained: the weights of {name} cannot be loaded from {pretrained} ({type(e).__name__}): with no"
                 f" network, download {weights.url} elsewhere and give the file's path"

@@ -24,33 +24,57 @@ from torch.multiprocessing import ProcessExitedException, start_processes
 
 from common import UserError, first_line
 
-RANK, COUNT, MEETING = 0, 1, "env://"  # MEETING: where the ranks find each other; torchrun tells by environment
-if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= set(os.environ):  # torchrun has started this program
+RANK, COUNT, MEETING = (
+    0,
+    1,
+    "env://",
+)  # MEETING: where the ranks find each other; torchrun tells by environment
+if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= set(
+    os.environ
+):  # torchrun has started this program
     RANK, COUNT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-_is_program = False
+_may_fork = False
 
 
-def begin() -> None:
-    """Says that a program begins here. It may be forked, because nothing has been computed in threads yet."""
-    global _is_program
-    _is_program = True
-    torch.set_num_threads(1)
+def launch(main: Callable[[], object]) -> None:
+    """Runs a program from the command line, where it may fork itself.
+
+    Exit codes: 2 is a user's mistake, 130 is Ctrl-C, and 1 is an error of the operating system,
+    such as a full disk. Each of these is one line on stderr.
+    """
+    global _may_fork
+    _may_fork = True
+    torch.set_num_threads(1)  # before anything is computed, because threads do not survive a fork
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (closed by the user)
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        main()
+        return
+    except UserError as e:
+        code, words = 2, [str(e)]
+    except OSError as e:
+        code, words = 1, [str(e), *getattr(e, "__notes__", [])]
+    except KeyboardInterrupt as e:
+        code, words = 130, ["stopped", *getattr(e, "__notes__", [])]
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # the first one of each machine
+        end_of_bar = "\n" if sys.stderr.isatty() else ""
+        print(f"{end_of_bar}{Path(sys.argv[0]).name}: {'; '.join(words)}", file=sys.stderr)
+    sys.exit(code)
 
 
 def how_many(processes: int | None, device: str, most: int) -> int:
-    """How many ranks to start: `processes`, by default one per GPU or core, but no more than `most` and than GPUs.
+    """How many ranks to start: `processes`, or one per GPU or core, but no more than `most` and GPUs.
 
-    Only a program that called begin() is forked. Raises UserError if torchrun has started the ranks already.
+    Only a program that launch() runs is forked. Raises UserError if torchrun has started the ranks.
     """
-    if COUNT > 1 and processes:
+    if COUNT > 1 and processes and processes > 1:
         raise UserError("--processes: torchrun says how many there are; leave it out")
-    if COUNT > 1 or not _is_program:
+    if COUNT > 1 or not _may_fork:
         return 1
     if (processes or 1) > 1 and sys.platform != "linux":
-        raise UserError("--processes: only Linux can fork a program safely; use --processes 1, or torchrun")
-    gpus = torch.cuda.device_count() if device in ("auto", "cuda") else int(device.startswith("cuda"))
+        raise UserError("--processes: only Linux forks safely; use 1, or torchrun (Windows: WSL)")
+    gpus = torch.cuda.device_count() if device in ("auto", "cuda") else int("cuda" in device)
     return min(processes or gpus or cores(), most, gpus or most)
 
 
@@ -73,14 +97,20 @@ def start(work: Callable[[], None], count: int) -> None:
 
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = start_processes(_rank, (work, count, Path(folder)), count, join=False, start_method="fork")
+        ranks = start_processes(
+            _rank, (work, count, Path(folder)), count, join=False, start_method="fork"
+        )
         try:
             while not ranks.join(grace_period=1):
                 pass
         except ProcessExitedException as e:
             for error in Path(folder).glob("error*"):
                 raise pickle.loads(error.read_bytes()) from None
-            memory = ", perhaps for lack of memory: use fewer --processes" if e.signal_name == "SIGKILL" else ""
+            memory = (
+                ", perhaps for lack of memory: use fewer --processes"
+                if e.signal_name == "SIGKILL"
+                else ""
+            )
             raise ChildProcessError(f"a process was ended by {e.signal_name}{memory}") from e
         finally:
             for process in ranks.processes:
@@ -102,7 +132,9 @@ def _rank(rank: int, work: Callable[[], None], count: int, folder: Path) -> None
         (folder / f"error{rank}").write_bytes(pickle.dumps(e))
         sys.exit(1)
     except RuntimeError:
-        time.sleep(0.5)  # if the reason is that another rank was killed, the parent should find that one first
+        time.sleep(
+            0.5
+        )  # if the reason is that another rank was killed, the parent should find that one first
         raise
 
 
@@ -122,9 +154,13 @@ def agree(facts: dict) -> None:
     if COUNT > 1:
         of_ranks: list[dict] = [{}] * COUNT
         dist.all_gather_object(of_ranks, facts)
-        names = [name for name in facts if any(other[name] != of_ranks[0][name] for other in of_ranks)]
+        names = [
+            name for name in facts if any(other[name] != of_ranks[0][name] for other in of_ranks)
+        ]
         if names:
-            raise UserError(f"the processes differ in their {' and '.join(names)}: start all of them with the same")
+            raise UserError(
+                f"the processes differ in their {' and '.join(names)}: start all of them with the same"
+            )
 
 
 def share_out(sizes: Sequence[int]) -> list[int]:

@@ -1,7 +1,6 @@
 """What stays on disk, and what the user sees: flags, metrics, checkpoints and progress of one run."""
 
 import json
-import os
 import sys
 import time
 from argparse import Namespace
@@ -18,8 +17,8 @@ from common import UserError, first_line, plots, ranks, train
 from common.data import Dataset
 from common.splits import Clients
 
-SAVE_EVERY = 10  # seconds between two checkpoints, at least
-FREE = ("resume", "out", "device", "data_dir", "processes")  # flags that a resumed run may change
+SAVE_EVERY = 30  # seconds between two checkpoints, at least
+FREE = ("resume", "device", "data_dir", "processes")  # flags that a resumed run may change
 
 
 class Run:
@@ -36,21 +35,19 @@ class Run:
     def __init__(self, args: Namespace, data: Dataset, clients: Clients):
         self.args, self.data, self.clients, self.folder = args, data, clients, Path(args.out)
         self.kept, self.rows, self.t, self.due = {}, [], 0, False
-        flags = {flag: value for flag, value in vars(args).items() if flag not in (*FREE, "code")}
+        ours = (*FREE, "out", "name", "code")
+        flags = {flag: value for flag, value in vars(args).items() if flag not in ours}
         self.facts = {"flags": flags, "data": data.fingerprint(), "code": args.code}
         self.saved_at = self.started = time.monotonic()
-        self.save_took, self.bar = 0.0, None
-        file = self.folder / "checkpoint.pt"
-        if not args.resume:
-            check_free(self.folder)
-        elif file.exists():
-            self._restore(file)
+        self.bar = None
+        if args.resume and (self.folder / "checkpoint.pt").exists():
+            self._restore(self.folder / "checkpoint.pt")
         ranks.agree({**self.facts, "round": self.t})
 
     def _restore(self, file: Path) -> None:
         """Takes up what the checkpoint in this file holds."""
         try:
-            found = torch.load(file, weights_only=True)
+            found = torch.load(file, weights_only=True, map_location="cpu")
         except Exception as e:  # torch raises many types for a file that is damaged
             raise UserError(f"{file} cannot be read ({type(e).__name__}): start a new run") from e
         for what, fact in self.facts.items():
@@ -60,13 +57,15 @@ class Run:
         self.t = self.rows[-1]["round"]
         self.started -= self.rows[-1]["seconds"]
 
-    def rounds(self, until: int, last: int | None = None) -> Iterator[int]:
-        """The rounds from the first one that is not finished to `until`. `last` is the run's last round, if later."""
+    def rounds(self, until: int) -> Iterator[int]:
+        """The rounds from the first one that is not finished to `until`."""
         self._open()
-        self.bar.total = last or until
+        self.bar.total = until
         while self.t < until:
             self.t += 1
-            self.bar.set_description(f"{self.args.name} round {self.t}/{self.bar.total}", refresh=False)
+            self.bar.set_description(
+                f"{self.args.name} round {self.t}/{self.bar.total}", refresh=False
+            )
             self.due = self.t % self.args.evaluate_every == 0 or self.t == until
             yield self.t
             self.progress(1)
@@ -80,9 +79,15 @@ class Run:
                         mininterval=0.2 if sys.stderr.isatty() else 60)  # fmt: skip
         if ranks.RANK == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            about = {"flags": vars(self.args), "python": sys.version.split()[0], "processes": ranks.COUNT}
+            about = {
+                "flags": vars(self.args),
+                "python": sys.version.split()[0],
+                "processes": ranks.COUNT,
+            }
             about |= {package: version(package) for package in ("torch", "torchvision")}
-            self._write("args.json", lambda part: part.write_text(json.dumps(about, indent=1) + "\n"))
+            self._write(
+                "args.json", lambda part: part.write_text(json.dumps(about, indent=1) + "\n")
+            )
             plots.partition(self.folder / "partition.png", self.data, self.clients)
 
     def progress(self, share: float) -> None:
@@ -90,36 +95,35 @@ class Run:
         self._open()
         self.bar.update(min(share, self.t - self.bar.n))
 
-    def record(self, t: int, keep: dict, selected: Tensor, trained: Tensor, **values) -> None:
+    def record(self, t: int, keep: dict, **values) -> None:
         """Ends round t: adds a row to metrics.csv, shows it, and saves from time to time.
 
-        keep      what the next round and a resumed run need, as numbers and tensors by name
-        selected  the clients that were asked to train, int64 [K]
-        trained   those of them whose upload was usable, which the row calls `selected`; it counts the others
-        values    the row's other columns; a tensor or a list becomes numbers with spaces between them
+        keep    what the next round and a resumed run need, as numbers and tensors by name
+        values  the row's other columns; a tensor or a list becomes numbers with spaces between them
         """
         self.kept = keep
         row = {"round": t, "seconds": round(time.monotonic() - self.started, 2)}
         row |= {column: v.tolist() if isinstance(v, Tensor) else v for column, v in values.items()}
-        row |= {"selected": trained.tolist(), "left_out": len(selected) - len(trained)}
         self.rows.append(row)
         columns = dict.fromkeys(column for row in self.rows for column in row)
         lines = [columns, *([_cell(row.get(column)) for column in columns] for row in self.rows)]
         text = "".join(",".join(line) + "\n" for line in lines)
         self._write("metrics.csv", lambda part: part.write_text(text))
         shown = {"loss": "train_loss", "ID": "id_accuracy", "OOD": "ood_accuracy"}
-        shown = [f"{name} {row[column]:.3g}" for name, column in shown.items() if row.get(column) is not None]
+        shown = [
+            f"{name} {row[column]:.3g}"
+            for name, column in shown.items()
+            if row.get(column) is not None
+        ]
         self.bar.set_postfix_str("  ".join(shown), refresh=False)
-        if time.monotonic() - self.saved_at > max(SAVE_EVERY, 20 * self.save_took):
+        if time.monotonic() - self.saved_at > SAVE_EVERY:
             self.save()
 
     def save(self) -> None:
         """Writes the checkpoint."""
-        began = time.monotonic()
         checkpoint = {**self.facts, "rows": self.rows, "kept": self.kept}
         self._write("checkpoint.pt", lambda part: torch.save(checkpoint, part))
         self.saved_at = time.monotonic()
-        self.save_took = self.saved_at - began
 
     def finish(self, model: nn.Module, theta: Tensor) -> "Run":
         """Saves the model with weights theta (its state_dict, in model.pt) and the last checkpoint. Returns this run."""
@@ -149,7 +153,9 @@ class Run:
 def check_free(folder: Path) -> None:
     """Raises UserError if this folder holds something, so that a run never overwrites another one."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is taken: choose another --out, or continue the run in it with --resume")
+        raise UserError(
+            f"{folder} is taken: choose another --out, or continue the run in it with --resume"
+        )
 
 
 def _cell(value) -> str:
@@ -157,26 +163,3 @@ def _cell(value) -> str:
     if isinstance(value, list):
         return " ".join(map(_cell, value))
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def launch(main: Callable[[], object]) -> None:
-    """Runs a program from the command line.
-
-    Exit codes: 2 is a user's mistake, 130 is Ctrl-C, and 1 is an error of the operating system, such as a full disk.
-    Each of these is one line on stderr.
-    """
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (closed by the user)
-    ranks.begin()
-    try:
-        main()
-        return
-    except UserError as e:
-        code, message = 2, str(e)
-    except OSError as e:
-        code, message = 1, "; ".join([str(e), *getattr(e, "__notes__", [])])
-    except KeyboardInterrupt as e:
-        code, message = 130, "; ".join(["stopped", *getattr(e, "__notes__", [])])
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        end_of_bar = "\n" if sys.stderr.isatty() else ""
-        print(f"{end_of_bar}{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    sys.exit(code)

@@ -5,12 +5,14 @@ which precision it runs. A model travels as one vector theta [P]: its parameters
 buffers (the statistics of batch norm).
 """
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
 from common import UserError, random_at, ranks
 from common.data import Dataset
@@ -20,7 +22,9 @@ from common.splits import Clients, shuffled
 Batches = Iterator[tuple[Tensor, Tensor]]
 
 
-def local_solver(model: nn.Module, theta: Tensor, batches: Batches, optimizer: torch.optim.Optimizer, autocast):
+def local_solver(
+    model: nn.Module, theta: Tensor, batches: Batches, optimizer: torch.optim.Optimizer, autocast
+):
     """Plain local training of one client, for papers that leave the local solver open. Returns the mean loss."""
     set_weights(model, theta)
     total, samples = 0.0, 0
@@ -49,7 +53,9 @@ def get_weights(model: nn.Module) -> Tensor:
 def set_weights(model: nn.Module, theta: Tensor) -> None:
     """Writes theta [P] into the model."""
     for buffer in model.buffers():
-        if buffer.dtype == torch.long:  # batch norm's count of batches: nobody uses it, and it is not in theta
+        if (
+            buffer.dtype == torch.long
+        ):  # batch norm's count of batches: nobody uses it, and it is not in theta
             buffer.zero_()
     for t, part in zip(weights_of(model), unflatten(model, theta), strict=True):
         t.copy_(part)
@@ -65,24 +71,28 @@ def unflatten(model: nn.Module, theta: Tensor) -> list[Tensor]:
 class Trainer:
     """Local training and evaluation of these clients.
 
-    epochs, batch_size, lr, momentum   of a client's local training
-    optimizer                          "sgd" or "adam"; each client starts a new one in each round
-    precision                          "float32", or "bfloat16": autocast, while the weights stay in float32
-    progress                           called with the share of a round's training that has just been done
+    args      seed, and the settings of local training: local_epochs, batch_size, lr, optimizer ("sgd"
+              or "adam", new for each client in each round), momentum, and precision ("float32", or
+              "bfloat16": autocast, while the weights stay in float32)
+    progress  called with the share of a round's training that has just been done
     """
 
     def __init__(
-        self, data: Dataset, clients: Clients, device: torch.device, *, seed: int, epochs: int, batch_size: int,
-        lr: float, optimizer: str = "sgd", momentum: float = 0.0, precision: str = "float32",
+        self,
+        data: Dataset,
+        clients: Clients,
+        device: torch.device,
+        args: Namespace,
         progress: Callable[[float], None] = lambda share: None,
-    ):  # fmt: skip
-        self.x, self.y, self.clients, self.device = data.x.to(device), data.y.to(device), clients, device
-        self.seed, self.epochs, self.batch_size, self.lr = seed, epochs, batch_size, lr
-        self.optimizer, self.momentum, self.precision, self.progress = optimizer, momentum, precision, progress
+    ):
+        self.x, self.y = data.x.to(device), data.y.to(device)
+        self.clients, self.device, self.args, self.progress = clients, device, args, progress
         self.chunk = 1000 if device.type == "cuda" else 250  # batch size of the evaluation
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.args.precision == "bfloat16"
+        )
 
     def batch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The samples at these positions: images as float32 in -1..1, and their labels."""
@@ -90,83 +100,105 @@ class Trainer:
         return x.float().div_(127.5).sub_(1), self.y[positions]
 
     def train(
-        self, client_update: Callable[..., Tensor], model: nn.Module, theta: Tensor, selected: Tensor, t: int,
-        each: Mapping[str, Sequence] = {}, **options,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        client_update: Callable[..., Tensor],
+        model: nn.Module,
+        theta: Tensor,
+        selected: Tensor,
+        t: int,
+        each: Mapping[str, Sequence] = {},
+        **options,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The selected clients, int64 [K], train from theta in round t, each on its own samples.
 
-        client_update  called as client_update(model, theta, batches, optimizer, autocast, ...); trains `model` from
-                       theta on the batches (x, y), and returns the mean loss
-        each           name -> one value per client id; client_update gets that client's value as a keyword argument
+        client_update  called as client_update(model, theta, batches, optimizer, autocast, ...); trains
+                       `model` from theta on the batches (x, y), and returns the mean loss
+        each           name -> one value per client id, which client_update gets as a keyword argument
         options        keyword arguments of client_update that are the same for all clients
 
-        A client with weights or a loss that are not finite is left out. Returns three tensors for the others: their
-        ids, int64 [K'], and on the device their weights `thetas` [K', P] and their losses [K']. Raises UserError if no
-        client is left.
+        A client with weights or a loss that are not finite is left out. Returns three tensors for the
+        others: their ids, int64 [K'], and on the device their weights `thetas` [K', P] and losses [K'].
+        Raises UserError if no client is left.
         """
-        sizes = [len(self.clients.train[k]) for k in selected.tolist()]
 
-        def work(k: int, **options) -> Tensor:
+        def work(k: int, share: float, **own) -> Tensor:
             model.train()
-            batches = self._batches(k, t, self.epochs * sum(sizes))
-            loss = client_update(model, theta, batches, self._optimizer(model), self.autocast, **options)
+            batches = self._batches(k, t, share)
+            optimizer = self._optimizer(model)
+            loss = client_update(model, theta, batches, optimizer, self.autocast, **own, **options)
             return torch.cat([get_weights(model), loss.reshape(1)])
 
-        trained, rows = self._for_each(selected, sizes, work, "dropout", t, each, options)
+        rows = self._for_each(selected, self.clients.train, work, "dropout", t, each)
+        finite = torch.isfinite(rows.sum(1))
+        if not finite.any():
+            raise UserError(f"training diverged in round {t}: lower --lr")
+        if finite.all():
+            return selected, rows[:, :-1], rows[:, -1]
+        trained, rows = selected[finite.cpu()], rows[finite]
+        left_out = len(selected) - len(trained)
+        tqdm.write(f"round {t}: {left_out} of {len(selected)} uploads were not finite: left out")
         return trained, rows[:, :-1], rows[:, -1]
 
     def map(
-        self, function: Callable[..., Tensor], model: nn.Module, theta: Tensor, ids: Tensor,
-        samples: Sequence[Tensor], t: int, each: Mapping[str, Sequence] = {}, **options,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """What `function` computes for each of these clients, int64 [K], with the model in evaluation mode.
+        self,
+        function: Callable[..., Tensor],
+        model: nn.Module,
+        theta: Tensor,
+        ids: Tensor,
+        samples: Sequence[Tensor],
+        t: int,
+        each: Mapping[str, Sequence] = {},
+        **options,
+    ) -> Tensor:
+        """What `function` computes for each of these clients, int64 [K], in evaluation mode: [K, n].
 
-        function  called as function(model, batches, autocast, ...), where the model has the weights theta, and the
-                  batches are all of samples[client], in order; returns a vector
+        function  called as function(model, batches, autocast, ...), where the model has the weights
+                  theta, and the batches are all of samples[client], in order; returns a vector [n]
         each, options  as for train()
 
-        A client with a result that is not finite is left out. Returns the ids of the others, int64 [K'], and their
-        results [K', n] on the device. Raises UserError if no client is left.
+        Raises UserError if a result is not finite.
         """
         set_weights(model, theta)
 
-        def work(k: int, **options) -> Tensor:
+        def work(k: int, share: float, **own) -> Tensor:
             batches = map(self.batch, samples[k].to(self.device).split(self.chunk))
-            return function(model.eval(), batches, self.autocast, **options)
+            return function(model.eval(), batches, self.autocast, **own, **options)
 
-        sizes = [len(samples[k]) for k in ids.tolist()]
-        return self._for_each(ids, sizes, work, "evaluation", t, each, options)
+        rows = self._for_each(ids, samples, work, "evaluation", t, each)
+        if not rows.isfinite().all():
+            raise UserError(f"training diverged in round {t}: lower --lr")
+        return rows
 
-    def _for_each(self, ids, sizes, work, purpose, t, each, options) -> tuple[Tensor, Tensor]:
-        """Calls work(k, ...) for each of these clients on one of the ranks, the largest first. Gathers the results."""
-        rows = {}
-        for i in ranks.share_out(sizes):
+    def _for_each(self, ids: Tensor, samples: Sequence[Tensor], work, purpose: str, t: int, each):
+        """Calls work(client, its share of this rank's samples, ...) on one of the ranks: [K, n]."""
+        sizes = [len(samples[k]) for k in ids]
+        mine = ranks.share_out(sizes)
+        total, rows = sum(sizes[i] for i in mine), {}
+        for i in mine:
             k = int(ids[i])
             own = {name: values[k] for name, values in each.items()}
-            with seeded(self.device, self.seed, purpose, t, k):
-                rows[i] = work(k, **options, **own)
-        results = ranks.gather(rows, len(ids), self.device)
-        finite = torch.isfinite(results.sum(1))
-        if not finite.any():
-            raise UserError(f"training diverged in round {t}: lower --lr")
-        return (ids, results) if finite.all() else (ids[finite.cpu()], results[finite])
+            with seeded(self.device, self.args.seed, purpose, t, k):
+                rows[i] = work(k, sizes[i] / total, **own)
+        return ranks.gather(rows, len(ids), self.device)
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        if self.optimizer == "adam":
-            return torch.optim.Adam(model.parameters(), lr=self.lr, fused=True)
-        return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum, fused=True)
+        args = self.args
+        if args.optimizer == "adam":
+            return torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
+        return torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, fused=True)
 
-    def _batches(self, k: int, t: int, work: int) -> Batches:
-        """A client's batches: in each epoch consecutive slices of a new random order. The last slice may be smaller.
+    def _batches(self, k: int, t: int, share: float) -> Batches:
+        """A client's batches: in each epoch consecutive slices of a new random order.
 
-        work  how many samples, with repetitions, all selected clients train on in this round
+        The last slice may be smaller. All batches together move the clock by `share` of a round.
         """
-        rng = random_at(self.seed, "batches", t, k)
-        orders = torch.stack([shuffled(self.clients.train[k], rng) for _ in range(self.epochs)])
+        samples, epochs = self.clients.train[k], self.args.local_epochs
+        rng = random_at(self.args.seed, "batches", t, k)
+        orders = torch.stack([shuffled(samples, rng) for _ in range(epochs)])
         for order in orders.to(self.device):  # all epochs in one copy
-            for positions in order.split(self.batch_size):
+            for positions in order.split(self.args.batch_size):
                 yield self.batch(positions)
-                self.progress(len(positions) * ranks.COUNT / work)
+                self.progress(share * len(positions) / (epochs * len(samples)))
 
     def evaluate(self, model: nn.Module, theta: Tensor, selected: Tensor) -> dict[str, float]:
         """The accuracies of the model with weights theta, by column of metrics.csv.
@@ -184,7 +216,9 @@ class Trainer:
         return {"selected_size": size, **dict(zip(tests, accuracies.tolist(), strict=True))}
 
     @torch.no_grad()
-    def accuracy_and_loss(self, model: nn.Module, theta: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def accuracy_and_loss(
+        self, model: nn.Module, theta: Tensor, parts: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Accuracy and mean cross-entropy of the model with weights theta on each part, two tensors [len(parts)].
 
         Raises UserError if a cross-entropy is not finite: the largest of NaN logits would count as class 0.
@@ -200,8 +234,14 @@ class Trainer:
                 logits = model(x).float()
             sums[i, 0] = (logits.argmax(1) == y).sum()
             sums[i, 1] = F.cross_entropy(logits, y, reduction="sum")
-        of_parts = ranks.sum_over(sums).split([len(of_part) for of_part in chunks])  # each row is known to one rank
-        accuracy, loss = torch.stack([rows.sum(0) / len(part) for rows, part in zip(of_parts, parts, strict=True)], 1)
+        of_parts = ranks.sum_over(sums).split(
+            [len(of_part) for of_part in chunks]
+        )  # each row is known to one rank
+        accuracy, loss = torch.stack(
+            [rows.sum(0) / len(part) for rows, part in zip(of_parts, parts, strict=True)], 1
+        )
         if not loss.isfinite().all():
-            raise UserError("training diverged, because the model's logits are not finite: lower --lr")
+            raise UserError(
+                "training diverged, because the model's logits are not finite: lower --lr"
+            )
         return accuracy, loss
