@@ -1,9 +1,10 @@
-"""Convex-hull selection: train the clients at the vertices of the convex hull of all clients' gradients.
+"""Convex-hull selection: train the clients at the vertices of the hull of all clients' gradients.
 
-Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating Clients (arXiv
-2310.07171), section IV-B2. The server keeps each participating client's latest g = w - w_i, which the paper calls its
-gradient. In each round it selects the vertices of the convex hull of these points, because the gradients of clients
-that never train probably lie inside the hull, or near it.
+Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating
+Clients (arXiv 2310.07171), section IV-B2. The server keeps each participating client's latest g = w
+- w_i, which the paper calls its gradient. In each round it selects the vertices of the convex hull
+of these points, because the gradients of clients that never train probably lie inside the hull, or
+near it.
 
     Algorithm 2                                                          in the code
      1  before round 1 all participating clients train from w_0          federate
@@ -19,23 +20,27 @@ that never train probably lie inside the hull, or near it.
 For line 4 see minimax_select.py. Lines 8 and 10 only end a loop. M clients participate.
 
 Where the paper is silent or unclear, or we differ (choices 1 and 2 change the result most)
-1. The space of the hull. In M - 1 or more dimensions normally all M points are vertices, and quickhull cannot run in a
-   million dimensions anyway. So we project the centred gradients to their first --hull-dim principal components, which
-   decides who is a vertex. Section IV-B2 speaks of the stored gradients, section V of "cosine similarity to construct
-   the convex hull". The default is the gradients as they are, because scaled to length 1 (--no-raw) the selection was
-   worse than random on glyphs under label skew (results/wu.md).
-2. The paper selects all vertices. With --sample N, which is ours, at most N of them train, drawn at random; the example
-   on glyphs has N = 10, so that the hull trains as many clients as minimax selection.
-3. If the points span fewer than --hull-dim dimensions, the hull is built in the dimensions that they span. Of several
-   clients at one point, one is selected, and the first client if all share one point.
-4. Interior (table 1) trains as many non-vertices as the hull has vertices, or all of them if there are fewer. Two
-   controls are ours: as many clients as there are vertices, drawn from all (random) or those with the most samples
-   (largest).
-5. For alpha_i, models, ID and the baselines see minimax_select.py; docs/variations/ has diffs that change both files.
+1. The space of the hull. In M - 1 or more dimensions normally all M points are vertices, and
+   quickhull cannot run in a million dimensions anyway. So we project the centred gradients to their
+   first --hull-dim principal components, which decides who is a vertex. Section IV-B2 speaks of the
+   stored gradients, section V of "cosine similarity to construct the convex hull". The default is
+   the gradients as they are, because scaled to length 1 (--no-raw) the selection was worse than
+   random on glyphs under label skew (results/wu.md).
+2. The paper selects all vertices. With --sample N, which is ours, at most N of them train, drawn at
+   random; the example on glyphs has N = 10, so that the hull trains as many clients as minimax
+   selection.
+3. If the points span fewer than --hull-dim dimensions, the hull is built in the dimensions that
+   they span. Of several clients at one point, one is selected, and the first client if all share
+   one point.
+4. Interior (table 1) trains as many non-vertices as the hull has vertices, or all of them if there
+   are fewer. Two controls are ours: as many clients as there are vertices, drawn from all (random)
+   or those with the most samples (largest).
+5. For alpha_i, models, ID and the baselines see minimax_select.py; docs/variations/ has diffs that
+   change both files.
 
     python convex_hull_select.py
     python convex_hull_select.py --dataset cifar10
-    python convex_hull_select.py --dataset cifar10 --selection interior                           (table 1's ablation)
+    python convex_hull_select.py --dataset cifar10 --selection interior        (table 1's ablation)
 """
 
 import argparse
@@ -57,12 +62,12 @@ def usable_rows(g: Tensor) -> Tensor:
 
 
 def principal_components(g: Tensor, dim: int, scale: bool = False) -> Tensor:
-    """The rows of g [M, P] in the space of their first principal components, float64 [M, up to dim], on the CPU.
+    """The rows of g [M, P] along their first principal components: float64 [M, up to dim], CPU.
 
     scale  first scales the rows to unit length
 
-    Fewer columns are returned if the rows span fewer dimensions. Components with very small variance count as rounding
-    errors.
+    Fewer columns are returned if the rows span fewer dimensions. Components with very small
+    variance count as rounding errors.
     """
     products = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
     for part in g.split(2**11, dim=1):  # short float32 sums, added up in float64
@@ -82,7 +87,7 @@ def principal_components(g: Tensor, dim: int, scale: bool = False) -> Tensor:
 
 
 def vertices_of(points: Tensor) -> Tensor:
-    """The indices of the points [M, dim] that are vertices of their convex hull, by quickhull: int64, ascending."""
+    """Which points [M, dim] are vertices of their convex hull, by quickhull: int64, ascending."""
     if points.shape[1] == 0:
         return torch.arange(len(points))[:1]
     if points.shape[1] == 1:
@@ -93,12 +98,12 @@ def vertices_of(points: Tensor) -> Tensor:
 def hull_vertices(g: Tensor, dim: int, scale: bool = False) -> Tensor:
     """Line 3: the clients on the hull, int64, ascending.
 
-    g      the clients' updates [M, P]: weights before training minus weights after it, so do not pass weights
+    g      the clients' updates [M, P]: weights before training minus weights after it, not weights
     dim    principal components in which the hull is built, 1 to 8
     scale  first scales the updates to unit length
 
-    Updates that are zero or not finite are never selected. Raises ValueError if g is not a matrix, if no row is usable,
-    or if dim is not in 1 to 8.
+    Updates that are zero or not finite are never selected. Raises ValueError if g is not a matrix,
+    if no row is usable, or if dim is not in 1 to 8.
     """
     if g.dim() != 2 or not 1 <= dim <= 8:
         raise ValueError(
@@ -114,8 +119,8 @@ def hull_vertices(g: Tensor, dim: int, scale: bool = False) -> Tensor:
 def candidates(selection: str, vertices: Tensor, usable: Tensor, sizes: Tensor) -> Tensor:
     """Line 3 and its controls: the clients to choose from, int64, ascending.
 
-    selection  hull: the vertices; interior: the other usable clients; random: all usable clients; largest: as many as
-               there are vertices, those with the most samples
+    selection  hull: the vertices; interior: the other usable clients; random: all usable clients;
+               largest: as many as there are vertices, those with the most samples
     sizes      n_i of all clients
     """
     if selection == "hull":
@@ -134,11 +139,11 @@ def federate(args) -> runs.Run:
     rare_clients = torch.tensor([group == "one class" for group in clients.groups])
     if run.kept:
         w, table = run.kept["w"], run.kept["table"]
-    else:  # line 1
+    else:
         w = train.get_weights(model)
+        trained, ws, _ = trainer.train(train.local_solver, model, w, clients.ids, 0)  # line 1
         table = torch.zeros(clients.participating, len(w), device=trainer.device)
-        trained, ws, _ = trainer.train(train.local_solver, model, w, clients.ids, 0)
-        table[trained] = w - ws
+        table[trained] = w - ws  # line 1
 
     for t in run.rounds(args.rounds):  # line 2
         usable = usable_rows(table).cpu()
@@ -150,17 +155,20 @@ def federate(args) -> runs.Run:
             raise UserError(f"round {t}: no client lies inside the hull; lower --hull-dim")
         count = min(args.sample or len(vertices), len(vertices), len(possible))
         selected = splits.draw(possible, count, random_at(args.seed, "select", t))  # line 3: I_t
-        trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)  # lines 5, 6
-        g = w - ws  # line 7: one row for each client whose upload is finite
+        # Lines 5 and 6 on each selected client; `trained` are those whose upload is finite.
+        trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)
+        g = w - ws  # line 7
         table[trained] = g  # section IV-B
-        n = clients.sizes[trained].to(g) if args.weighting == "size" else torch.ones_like(losses)
+        n = clients.sizes[trained].to(g)
+        if args.weighting == "equal":
+            n = torch.ones_like(n)
         alpha = n / n.sum()
         w = w - alpha @ g  # line 9
         measures = trainer.evaluate(model, w, trained) if run.due else {}
         measures["vertices"] = len(vertices)
         measures["rare_selected"] = rare_clients[trained].float().mean()
-        loss, keep = alpha @ losses, {"w": w, "table": table}
-        run.record(t, keep, selected=trained, train_loss=loss, **measures)
+        keep = {"w": w, "table": table}
+        run.record(t, keep, selected=trained, train_loss=alpha @ losses, **measures)
 
     usable = usable_rows(table)
     plane = principal_components(table[usable], 2, not args.raw)
@@ -169,21 +177,17 @@ def federate(args) -> runs.Run:
     return run.finish(model, w)
 
 
-# The example on glyphs is ours: three of 40 clients of equal size hold a rare class each. The rest is section V, with
-# the Dirichlet alpha of its curves, as table 1 gives none. mnist, fmnist and gtsrb, which the paper does not use, have
-# EMNIST's, cifar100 has figure 8's, and folders have NICO's (figure 9). The paper names its learning rate, 0.01, only
-# for figures 7 to 9; ours is 0.1, the best for random selection on CIFAR-10 (results/wu.md). The 200 rounds are ours.
+# The example on glyphs is ours: three of 40 clients of equal size hold a rare class each. The rest
+# is section V, with the Dirichlet alpha of its curves, as table 1 gives none. mnist, fmnist and
+# gtsrb, which the paper does not use, have EMNIST's, cifar100 has figure 8's, and folders have
+# NICO's (figure 9). The paper names its learning rate, 0.01, only for figures 7 to 9; ours is 0.1,
+# the best for random selection on CIFAR-10 (results/wu.md). The 200 rounds are ours.
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 RESNET = {"model": "resnet18", "local_epochs": 3, "batch_size": 16, "lr": 0.01, "rounds": 200}
 RARE = {
-    "partition": "rare",
-    "clients": 40,
-    "sample": 10,
-    "width": 0.25,
-    "batch_size": 64,
-    "lr": 0.2,
+    "partition": "rare", "clients": 40, "sample": 10, "width": 0.25, "batch_size": 64, "lr": 0.2,
     "rounds": 50,
-}
+}  # fmt: skip
 SETTINGS = {
     "glyphs": {**PAPER, **RARE},
     "other": {**PAPER, "dirichlet": 0.5},
@@ -192,13 +196,8 @@ SETTINGS = {
     "folder": {**RESNET, "dirichlet": 0.09},
 }
 QUICK = {
-    "model": "cnn",
-    "width": 0.25,
-    "local_epochs": 5,
-    "batch_size": 32,
-    "lr": 0.05,
-    "rounds": 20,
-}
+    "model": "cnn", "width": 0.25, "local_epochs": 5, "batch_size": 32, "lr": 0.05, "rounds": 20,
+}  # fmt: skip
 SMALL = {
     "other": QUICK,
     "folder": {**QUICK, "dirichlet": 0.5, "image_size": 32, "clients": 12, "rounds": 30},
@@ -206,31 +205,12 @@ SMALL = {
 
 
 def own_flags(add) -> None:
-    kinds = ["hull", "interior", "random", "largest"]
-    add(
-        "--selection",
-        choices=kinds,
-        default="hull",
-        help="line 3, or as many clients chosen in another way",
-    )
-    add(
-        "--hull-dim",
-        type=flags.at_least(1, int, 8),
-        default=3,
-        help="principal components in which the hull is built",
-    )
-    add(
-        "--raw",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="--no-raw scales gradients to length 1",
-    )
-    add(
-        "--weighting",
-        choices=["equal", "size"],
-        default="equal",
-        help="line 9: alpha_i is 1 / K or n_i / n",
-    )
+    kinds, by = ["hull", "interior", "random", "largest"], ["equal", "size"]
+    dim, on = flags.at_least(1, int, 8), argparse.BooleanOptionalAction
+    add("--selection", choices=kinds, default="hull", help="line 3, or as many, chosen otherwise")
+    add("--hull-dim", type=dim, default=3, help="principal components in which the hull is built")
+    add("--raw", action=on, default=True, help="--no-raw scales gradients to length 1")
+    add("--weighting", choices=by, default="equal", help="line 9: alpha_i is 1 / K or n_i / n")
 
 
 def main(argv: list[str] | None = None):

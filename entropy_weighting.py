@@ -1,39 +1,45 @@
 """Entropy weighting: clients with many kinds of labels get a larger weight in the server's average.
 
-Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating Clients (arXiv
-2310.07171), section IV-A (maximum entropy aggregation). A client's weight grows with the entropy of its labels, because
-by theorem 1 a larger sum of alpha_i H_i lowers a bound on the gap between the empirical risk and a risk in which rare
-samples count more. Both are risks on participating clients, and the paper hopes that this helps those that never train,
-too. The paper gives no listing for this method, so the numbers of the lines are ours. p_i(y) is the share of label y.
+Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating
+Clients (arXiv 2310.07171), section IV-A (maximum entropy aggregation). A client's weight grows with
+the entropy of its labels, because by theorem 1 a larger sum of alpha_i H_i lowers a bound on the
+gap between the empirical risk and a risk in which rare samples count more. Both are risks on
+participating clients, and the paper hopes that this helps those that never train, too. The paper
+gives no listing for this method, so the numbers of the lines are ours. p_i(y) is the share of label
+y.
 
     Section IV-A                                                         in the code
      1  H_i = -sum_y p_i(y) log p_i(y) from the labels of client i       label_entropy
      2  each client uploads H_i once, before round 1                     federate
      3  alpha_i = exp(H_i) / sum_j exp(H_j)                    (14)      entropy_weights
-     4  in each round, selected clients train; g_i = w - w_i             train.local_solver, trainer.train
+     4  in each round, selected clients train; g_i = w - w_i             federate, local_solver
      5  w <- w - sum over the selected clients of alpha_i g_i, with      federate
         the alpha_i divided by their sum (see 1 below)
-     6  the objective that this raises: the sum of alpha_i H_i  (13)     federate, the column `objective`
+     6  the objective that this raises: the sum of alpha_i H_i  (13)     federate, `objective`
 
 Where the paper is silent
-1. Each round draws --sample clients at random, and the weights of these clients are divided by their sum.
-2. H_i is the entropy of a client's training labels, in nats. Wrong labels are counted, too, because no client knows
-   them; they usually raise H_i.
-3. The paper says only "a CNN". Ours is the CNN of McMahan et al. ResNet-18 has group norm (common/models.py).
-4. ID: the paper tests on the local test sets of the selected clients (`id_selected` in metrics.csv), while our ID uses
-   those of all participating clients. A local test set is a fifth of a client's samples (a tenth with --partition
-   domain).
-5. The paper tests label skew only. For other shifts, it says, the entropy of the whole samples must be estimated.
-6. Section IV-A suggests, against noise, the similarity to the uniform label distribution instead of the entropy. With
-   -KL(p_i || uniform) = H_i - log(number of classes) the weights stay the same; with the cosine they change.
+1. Each round draws --sample clients at random, and the weights of these clients are divided by
+   their sum.
+2. H_i is the entropy of a client's training labels, in nats. Wrong labels are counted, too, because
+   no client knows them; they usually raise H_i.
+3. The paper says only "a CNN". Ours is the CNN of McMahan et al. ResNet-18 has group norm
+   (common/models.py).
+4. ID: the paper tests on the local test sets of the selected clients (`id_selected` in
+   metrics.csv), while our ID uses those of all participating clients. A local test set is a fifth
+   of a client's samples (a tenth with --partition domain).
+5. The paper tests label skew only. For other shifts, it says, the entropy of the whole samples must
+   be estimated.
+6. Section IV-A suggests, against noise, the similarity to the uniform label distribution instead of
+   the entropy. With -KL(p_i || uniform) = H_i - log(number of classes) the weights stay the same;
+   with the cosine they change.
 
-In docs/variations/: noisy clients with the total-variation penalty (figure 7), the cosine, and expelling the clients
-with the largest entropy. Other authors' detection of noisy clients, encrypted uploads of H_i, and the methods FedALRC
-and FedGAMMA of figures 8 and 9 are not here.
+In docs/variations/: noisy clients with the total-variation penalty (figure 7), the cosine, and
+expelling the clients with the largest entropy. Other authors' detection of noisy clients, encrypted
+uploads of H_i, and the methods FedALRC and FedGAMMA of figures 8 and 9 are not here.
 
     python entropy_weighting.py
     python entropy_weighting.py --dataset cifar10
-    python entropy_weighting.py --dataset cifar10 --weighting size                             (table 2, also equal)
+    python entropy_weighting.py --dataset cifar10 --weighting size           (table 2, also equal)
 """
 
 import torch
@@ -48,7 +54,8 @@ from common.setup import prepare
 def label_entropy(label_counts: Tensor) -> Tensor:
     """Counts of labels [M, C] -> the entropy of each row's distribution in nats, float64 [M].
 
-    Raises ValueError if the counts are not a matrix, or if a row is empty or has a negative or non-finite number.
+    Raises ValueError if the counts are not a matrix, or if a row is empty or has a negative or
+    non-finite number.
     """
     counts = label_counts.double()
     if (
@@ -58,7 +65,7 @@ def label_entropy(label_counts: Tensor) -> Tensor:
         or (counts.sum(1) == 0).any()
     ):
         raise ValueError(
-            "label_counts must be [clients, classes], finite, not negative, with a sample in each row"
+            "label_counts must be [clients, classes], finite and not negative, with no empty row"
         )
     return torch.special.entr(counts / counts.sum(1, keepdim=True)).sum(1)
 
@@ -75,7 +82,7 @@ def federate(args) -> runs.Run:
     """Section IV-A with these flags."""
     data, clients, model, trainer, run = prepare(args)
     counts = splits.label_counts(data, clients.train)[: clients.participating]
-    entropies = label_entropy(counts)  # lines 1, 2
+    entropies = label_entropy(counts)  # lines 1, 2: all that the server learns of the labels
     sizes = counts.sum(1)
     alphas = {
         "entropy": entropy_weights(counts),  # line 3
@@ -85,25 +92,28 @@ def federate(args) -> runs.Run:
     w = run.kept.get("w", train.get_weights(model))
     for t in run.rounds(args.rounds):
         selected = splits.draw(clients.ids, clients.sample, random_at(args.seed, "select", t))
-        trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)  # line 4
-        g = w - ws  # line 4: one row for each client whose upload is finite
+        # Line 4 on each selected client; `trained` are those whose upload is finite.
+        trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)
+        g = w - ws  # line 4
         alpha = alphas[args.weighting][trained]
         alpha = alpha / alpha.sum()
-        w = w - alpha.to(g) @ g  # line 5
-        objective = (alpha * entropies[trained]).sum()  # line 6
+        objective = alpha.double() @ entropies[trained]  # line 6
+        alpha = alpha.to(g)
+        w = w - alpha @ g  # line 5
         measures = trainer.evaluate(model, w, trained) if run.due else {}
-        loss = alpha.to(losses) @ losses
-        keep = {"w": w}
-        run.record(t, keep, selected=trained, train_loss=loss, objective=objective, **measures)
+        measures |= {"train_loss": alpha @ losses, "objective": objective}
+        run.record(t, {"w": w}, selected=trained, **measures)
     plots.label_weights(run.folder / "weights.png", counts, entropies, alphas)
     return run.finish(model, w)
 
 
-# The example on glyphs is ours: most of 40 clients of equal size hold one class, and the others hold all. The other
-# settings are those of section V, with the Dirichlet alpha of its curves, as tables 1 and 2 give none. mnist, fmnist
-# and gtsrb, which the paper does not use, have EMNIST's, cifar100 has those of figure 8, and NICO's (figure 9) stand
-# for every folder. The paper names its learning rate, 0.01, only for figures 7 to 9; elsewhere we use 0.1, the best one
-# for random selection on CIFAR-10 (results/wu.md). The 200 rounds and the 10 clients per round are our choices.
+# The example on glyphs is ours: most of 40 clients of equal size hold one class, and the others
+# hold all. The other settings are those of section V, with the Dirichlet alpha of its curves, as
+# tables 1 and 2 give none. mnist, fmnist and gtsrb, which the paper does not use, have EMNIST's,
+# cifar100 has those of figure 8, and NICO's (figure 9) stand for every folder. The paper names its
+# learning rate, 0.01, only for figures 7 to 9; elsewhere we use 0.1, the best one for random
+# selection on CIFAR-10 (results/wu.md). The 200 rounds and the 10 clients per round are our
+# choices.
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 RESNET = {"model": "resnet18", "local_epochs": 3, "batch_size": 16, "lr": 0.01, "rounds": 200}
 SPECIALISTS = {
@@ -121,13 +131,8 @@ SETTINGS = {
     "folder": {**RESNET, "dirichlet": 0.09},
 }
 QUICK = {
-    "model": "cnn",
-    "width": 0.25,
-    "local_epochs": 5,
-    "batch_size": 32,
-    "lr": 0.05,
-    "rounds": 20,
-}
+    "model": "cnn", "width": 0.25, "local_epochs": 5, "batch_size": 32, "lr": 0.05, "rounds": 20,
+}  # fmt: skip
 SMALL = {
     "other": QUICK,
     "folder": {**QUICK, "dirichlet": 0.5, "image_size": 32, "clients": 12, "rounds": 30},
@@ -135,13 +140,8 @@ SMALL = {
 
 
 def own_flags(add) -> None:
-    kinds = ["entropy", "size", "equal"]
-    add(
-        "--weighting",
-        choices=kinds,
-        default="entropy",
-        help="entropy: equation 14; size: n_i; equal: 1",
-    )
+    by = ["entropy", "size", "equal"]
+    add("--weighting", choices=by, default="entropy", help="equation 14, or n_i, or equal weights")
 
 
 def main(argv: list[str] | None = None):

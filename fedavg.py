@@ -1,8 +1,9 @@
 """FedAvg: the server averages what the selected clients have learned.
 
-McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017. The lines are
-those of Algorithm 1 of Guo et al. (FedIIR, ICML 2023), which lists FedAvg and FedIIR together. We count "Initialize" as
-line 1; lines 4 and 10 belong to FedIIR, and lines 12, 14 and 16 only end a loop.
+McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS
+2017. The lines are those of Algorithm 1 of Guo et al. (FedIIR, ICML 2023), which lists FedAvg and
+FedIIR together. We count "Initialize" as line 1; lines 4 and 10 belong to FedIIR, and lines 12, 14
+and 16 only end a loop.
 
     Algorithm 1, FedAvg                                           in the code
      1  initialise theta^0                                        federate
@@ -17,24 +18,27 @@ line 1; lines 4 and 10 belong to FedIIR, and lines 12, 14 and 16 only end a loop
     13          Delta_c = theta_c - theta^{t-1}                   federate
     15      theta^t = theta^{t-1} + eta_g mean of Delta_c         federate
 
-Each of the other five files changes one or two of these lines. Wu et al. (Advocating for the Silent) also compare with
-power of choice, which trains the clients with the largest loss (Cho et al. 2020), and with training all participating
-clients, whose number is M below (--sample M).
+Each of the other five files changes one or two of these lines. Wu et al. (Advocating for the
+Silent) also compare with power of choice, which trains the clients with the largest loss (Cho et
+al. 2020), and with training all participating clients, whose number is M below (--sample M).
 
 Where the papers are silent or differ
-- In line 15, McMahan et al. weight client c by n_c / n, its share of the samples of all selected clients, while Guo et
-  al. weight all by 1 / |C|. The default is n_c / n (--weighting).
-- A client shuffles its samples in each epoch and cuts them into batches, of which the last may be smaller. So K is the
-  number of local epochs times the number of batches.
-- `--selection by_size` draws clients with probabilities proportional to n_c, without replacement. It is a control for
-  methods that prefer large clients; use it with --weighting equal, or size counts twice. (Scheme I of Li et al. 2020,
-  On the Convergence of FedAvg on Non-IID Data, draws with replacement and has equal weights.)
-- Power of choice ranks all participating clients by their mean loss on their training samples. Wu et al. say only "the
-  largest loss values in the current round", and Cho et al. rank a random subset.
+- In line 15, McMahan et al. weight client c by n_c / n, its share of the samples of all selected
+  clients, while Guo et al. weight all by 1 / |C|. The default is n_c / n (--weighting).
+- A client shuffles its samples in each epoch and cuts them into batches, of which the last may be
+  smaller. So K is the number of local epochs times the number of batches.
+- `--selection by_size` draws clients with probabilities proportional to n_c, without replacement.
+  It is a control for methods that prefer large clients; use it with --weighting equal, or size
+  counts twice. (Scheme I of Li et al. 2020, On the Convergence of FedAvg on Non-IID Data, draws
+  with replacement and has equal weights.)
+- Power of choice ranks all participating clients by their mean loss on their training samples. Wu
+  et al. say only "the largest loss values in the current round", and Cho et al. rank a random
+  subset.
 - Momentum starts from zero for each client in each round.
 - The statistics of batch norm, in models that have it, are averaged like parameters.
-- ID is the accuracy on the held-out samples of all participating clients. OOD is the accuracy on the standard test set,
-  which under label skew has the labels of all clients, or on the domain left out (--test-domain).
+- ID is the accuracy on the held-out samples of all participating clients. OOD is the accuracy on
+  the standard test set, which under label skew has the labels of all clients, or on the domain left
+  out (--test-domain).
 
     python fedavg.py
     python fedavg.py --dataset cifar10 --selection power_of_choice
@@ -52,7 +56,7 @@ from common.setup import prepare
 
 
 def client_update(model, theta, batches, optimizer, autocast):
-    """Lines 6 to 12 for one client: trains `model` from theta [P] on. Returns the mean loss of its samples."""
+    """Lines 6 to 12 for one client: trains `model` from theta [P] on. Returns the mean loss."""
     train.set_weights(model, theta)  # line 6
     total, samples = 0.0, 0
     for x, y in batches:  # lines 7, 8
@@ -67,13 +71,11 @@ def client_update(model, theta, batches, optimizer, autocast):
 
 
 def power_of_choice(losses: Tensor, k: int) -> Tensor:
-    """The k clients with the largest losses [M], in ascending order: int64 [k]. Ties go to the smaller id."""
+    """The k clients with the largest losses [M]: int64 [k], ascending. In a tie, the smaller id."""
     return losses.sort(descending=True, stable=True).indices[:k].sort().values
 
 
-def select(
-    args, clients: splits.Clients, trainer: train.Trainer, model, theta: Tensor, t: int
-) -> Tensor:
+def select(args, clients, trainer, model, theta: Tensor, t: int) -> Tensor:
     """The clients that train in round t (line 3), int64 [K]."""
     if args.selection == "power_of_choice":
         _, losses = trainer.accuracy_and_loss(model, theta, clients.train[: clients.participating])
@@ -90,15 +92,12 @@ def federate(args) -> runs.Run:
     )  # line 1, or where a resumed run stopped
     for t in run.rounds(args.rounds):  # line 2
         selected = select(args, clients, trainer, model, theta, t)  # line 3
-        trained, thetas, losses = trainer.train(
-            client_update, model, theta, selected, t
-        )  # lines 5 to 12
-        deltas = thetas - theta  # line 13: one row for each client whose upload is finite
-        n = (
-            clients.sizes[trained].to(theta)
-            if args.weighting == "size"
-            else torch.ones_like(losses)
-        )
+        # Lines 5 to 12 on each selected client; `trained` are those whose upload is finite.
+        trained, thetas, losses = trainer.train(client_update, model, theta, selected, t)
+        deltas = thetas - theta  # line 13
+        n = clients.sizes[trained].to(theta)
+        if args.weighting == "equal":
+            n = torch.ones_like(n)
         alpha = n / n.sum()
         theta = theta + args.server_lr * alpha @ deltas  # line 15
         measures = trainer.evaluate(model, theta, trained) if run.due else {}
@@ -106,10 +105,10 @@ def federate(args) -> runs.Run:
     return run.finish(model, theta)
 
 
-# The example on glyphs is ours. The data sets that Wu et al. use have the settings of their section V: they tune the
-# learning rate over {0.1, 0.01, 0.001} and name their choice, 0.01, only for figures 7 to 9. NICO's settings (figure 9)
-# stand for every folder of images. The 200 rounds and the 10 clients per round are our choices. 40 of 100 clients
-# participate.
+# The example on glyphs is ours. The data sets that Wu et al. use have the settings of their section
+# V: they tune the learning rate over {0.1, 0.01, 0.001} and name their choice, 0.01, only for
+# figures 7 to 9. NICO's settings (figure 9) stand for every folder of images. The 200 rounds and
+# the 10 clients per round are our choices. 40 of 100 clients participate.
 WU = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 RESNET = {"model": "resnet18", "local_epochs": 3, "batch_size": 16, "lr": 0.01, "rounds": 200}
 SETTINGS = {
@@ -120,13 +119,8 @@ SETTINGS = {
     "folder": {**RESNET, "dirichlet": 0.09},
 }
 QUICK = {
-    "model": "cnn",
-    "width": 0.25,
-    "local_epochs": 5,
-    "batch_size": 32,
-    "lr": 0.05,
-    "rounds": 20,
-}
+    "model": "cnn", "width": 0.25, "local_epochs": 5, "batch_size": 32, "lr": 0.05, "rounds": 20,
+}  # fmt: skip
 SMALL = {
     "other": QUICK,
     "folder": {**QUICK, "dirichlet": 0.5, "image_size": 32, "clients": 12, "rounds": 30},
@@ -134,19 +128,9 @@ SMALL = {
 
 
 def own_flags(add) -> None:
-    kinds = ["random", "power_of_choice", "by_size"]
-    add(
-        "--selection",
-        choices=kinds,
-        default="random",
-        help="line 3: who trains; by_size: probability n_c / n",
-    )
-    add(
-        "--weighting",
-        choices=["size", "equal"],
-        default="size",
-        help="line 15: n_c / n, or 1 / |C|",
-    )
+    kinds, by = ["random", "power_of_choice", "by_size"], ["size", "equal"]
+    add("--selection", choices=kinds, default="random", help="line 3; by_size: probability n_c / n")
+    add("--weighting", choices=by, default="size", help="line 15: n_c / n, or 1 / |C|")
     add("--server-lr", type=flags.positive, default=1.0, help="eta_g, the server's step size")
 
 

@@ -1,60 +1,67 @@
-"""FedIIR: clients align the gradients of their classifiers, so that the model works on domains without training data.
+"""FedIIR: clients align the gradients of their classifiers, so that the model works on new domains.
 
-Guo, Guo, Cao, Wu and Chang, Out-of-Distribution Generalization of Federated Learning via Implicit Invariant
-Relationships, ICML 2023. A model theta is a feature extractor followed by a classifier omega, and R_c, the risk of
-client c, is its mean loss. Each client adds a penalty to its loss: the squared distance between its gradient with
-respect to omega and g^t, the mean of all selected clients' gradients, which a moving average smooths over the rounds.
+Guo, Guo, Cao, Wu and Chang, Out-of-Distribution Generalization of Federated Learning via Implicit
+Invariant Relationships, ICML 2023. A model theta is a feature extractor followed by a classifier
+omega, and R_c, the risk of client c, is its mean loss. Each client adds a penalty to its loss: the
+squared distance between its gradient with respect to omega and g^t, the mean of all selected
+clients' gradients, which a moving average smooths over the rounds.
 
-    Algorithm 1, FedIIR, counting every line of its listing              in the code
-     1  initialise theta^0                                               federate
-     2  for t = 1 .. T                                                   federate
-     3      sample a subset C of the clients                             federate
-     4      g = mean over C of grad_omega R_c(theta^{t-1})               client_gradient, federate
-            and its moving average g^t = v g^{t-1} + (1 - v) g           moving_average (appendix C)
-     5      on each client c in C, in parallel                           federate, trainer.train
-     6          theta_c = theta^{t-1}                                    client_update
-     7          for k = 1 .. K                                           client_update
-     8              sample a mini-batch from its data                    client_update, from `batches`
-    10              g_c = grad [R_c + gamma/2 ||grad_omega R_c - g^t||^2]  client_update, fediir_loss
-    11              theta_c <- theta_c - eta_l g_c                       client_update
-    13          Delta_c = theta_c - theta^{t-1}                          federate
-    15      theta^t = theta^{t-1} + eta_g mean of Delta_c                federate
+    Algorithm 1, FedIIR, counting every line of its listing          in the code
+     1  initialise theta^0                                           federate
+     2  for t = 1 .. T                                               federate
+     3      sample a subset C of the clients                         federate
+     4      g = mean over C of grad_omega R_c(theta^{t-1})           client_gradient, federate
+            and its moving average g^t = v g^{t-1} + (1 - v) g       moving_average (appendix C)
+     5      on each client c in C, in parallel                       federate, trainer.train
+     6          theta_c = theta^{t-1}                                client_update
+     7          for k = 1 .. K                                       client_update
+     8              sample a mini-batch from its data                client_update, from `batches`
+    10              g_c = grad [R_c + gamma/2 ||grad_omega R_c - g||^2]    client_update, fediir_loss
+    11              theta_c <- theta_c - eta_l g_c                   client_update
+    13          Delta_c = theta_c - theta^{t-1}                      federate
+    15      theta^t = theta^{t-1} + eta_g mean of Delta_c            federate
 
-With gamma = 0, line 10 is FedAvg's line 9 (see fedavg.py). Algorithm 2, which says who holds what, is by_domain() in
-common/splits.py.
+With gamma = 0, line 10 is FedAvg's line 9 (see fedavg.py). Algorithm 2, which says who holds what,
+is by_domain() in common/splits.py.
 
 What the listing leaves out, and where the paper is silent
- 1. The moving average starts at zero, and as in the authors' code nothing corrects for that. In the first rounds g^t is
-    therefore near zero, and the penalty pulls the gradients towards zero instead of towards each other; with v = 0.95
-    it takes 14 rounds to reach half of its size.
- 2. The K steps are one local epoch (section 5.1): the client shuffles its samples and cuts them into batches.
- 3. Line 4 uses the model in evaluation mode, on all of a client's training samples, and averages over the sampled
-    clients. --sample gives their number: by default one per training domain, that is 5 for RotatedMNIST and 3 for PACS.
- 4. Validation data are 10 % of each client's samples. The chosen model is the first one with the best accuracy on the
-    validation data of all participating clients together.
- 5. FedAvg, for comparison, has the same learning rate, batch size, clients, initial model, selections and batches. Like
-    FedIIR, it gives all clients the same weight in line 15.
- 6. ResNets have group norm, or with --pretrained batch norm with fixed statistics, as in the authors' code. The hidden
-    layer of their classifier is as wide as its input. Images are not augmented. The width, the stride and the norm of
-    the `convnet` come from the authors' code.
- 7. Clients with a gradient, loss or update that is not finite are left out of the means (with gamma = 0, too).
- 8. `gradient_spread` in metrics.csv is the mean over C of ||grad_omega R_c - g||^2. It also falls if all features
-    shrink, so a small spread alone proves nothing. docs/variations/ has a diff that measures the penalty's share of the
-    gradient, which is the way to carry gamma over to another model: a narrower one needs a larger gamma.
+ 1. The moving average starts at zero, and as in the authors' code nothing corrects for that. In the
+    first rounds g^t is therefore near zero, and the penalty pulls the gradients towards zero
+    instead of towards each other; with v = 0.95 it takes 14 rounds to reach half of its size.
+ 2. The K steps are one local epoch (section 5.1): the client shuffles its samples and cuts them
+    into batches.
+ 3. Line 4 uses the model in evaluation mode, on all of a client's training samples, and averages
+    over the sampled clients. --sample gives their number: by default one per training domain, that
+    is 5 for RotatedMNIST and 3 for PACS.
+ 4. Validation data are 10 % of each client's samples. The chosen model is the first one with the
+    best accuracy on the validation data of all participating clients together.
+ 5. FedAvg, for comparison, has the same learning rate, batch size, clients, initial model,
+    selections and batches. Like FedIIR, it gives all clients the same weight in line 15.
+ 6. ResNets have group norm, or with --pretrained batch norm with fixed statistics, as in the
+    authors' code. The hidden layer of their classifier is as wide as its input. Images are not
+    augmented. The width, the stride and the norm of the `convnet` come from the authors' code.
+ 7. Clients with a gradient, loss or update that is not finite are left out of the means (with gamma
+    = 0, too).
+ 8. `gradient_spread` in metrics.csv is the mean over C of ||grad_omega R_c - g||^2. It also falls
+    if all features shrink, so a small spread alone proves nothing. docs/variations/ has a diff that
+    measures the penalty's share of the gradient, which is the way to carry gamma over to another
+    model: a narrower one needs a larger gamma.
 
 Where the authors' code differs
-- Local SGD has momentum 0.9 (--momentum 0.9). The penalty has no factor 1/2, so gamma is twice ours.
+- Local SGD has momentum 0.9 (--momentum 0.9). The penalty has no factor 1/2, so gamma is twice
+  ours.
 - Line 4 averages over mini-batches, not over clients. Images are in 0..1, not in -1..1.
-- The classifier starts from Kaiming-normal weights. A ResNet's has two layers: 512 to 256, and 256 to classes.
+- The classifier starts from Kaiming-normal weights. A ResNet's has two layers: 512 to 256, and 256
+  to classes.
 - Validation is every ten rounds (--evaluate-every 10) and is an unweighted mean over domains.
 - Images of 224 pixels are cropped, flipped, jittered and turned grey at random.
 
     python fediir.py
-    for angle in 0 15 30 45 60 75; do python fediir.py --dataset mnist --test-domain $angle; done         (table 8)
+    python fediir.py --dataset mnist --test-domain all                                  (table 8)
         (the same with --clients 5: table 4)
-    python fediir.py --dataset PACS --pretrained --image-size 224 --test-domain sketch                    (table 10)
-    python fediir.py --dataset OfficeHome --pretrained --image-size 224 --test-domain Art --model resnet50 \\
-        --lr 1e-3 --gamma 5e-4                                                       (VLCS: --lr 1e-3 --gamma 5e-3)
+    python fediir.py --dataset PACS --pretrained --image-size 224 --test-domain all    (table 10)
+    python fediir.py --dataset OfficeHome --pretrained --image-size 224 --test-domain all \\
+        --model resnet50 --lr 1e-3 --gamma 5e-4               (VLCS: --lr 1e-3 --gamma 5e-3)
 """
 
 import torch
@@ -71,7 +78,7 @@ from common.setup import prepare
 def risk_and_gradient(
     classifier: nn.Module, z: Tensor, y: Tensor, graph: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The risk R (mean cross-entropy) of features z, and its gradient for the classifier, grad_omega R [Q].
+    """The risk R (mean cross-entropy) of features z, and its gradient for the classifier, [Q].
 
     graph  if true, the gradient can be differentiated again
     """
@@ -90,10 +97,11 @@ def fediir_loss(
     global_gradient: Tensor,
     gamma: float,
 ) -> Tensor:
-    """R + gamma/2 ||grad_omega R - global_gradient||^2 (line 10) for the model classifier(features(x)).
+    """R + gamma/2 ||grad_omega R - global_gradient||^2 (line 10) of classifier(features(x)).
 
-    Its gradient needs second derivatives, because the penalty contains grad_omega R. Frozen parameters of the
-    classifier are no part of omega. Raises ValueError if global_gradient is not [Q], one number per weight in omega.
+    Its gradient needs second derivatives, because the penalty contains grad_omega R. Frozen
+    parameters of the classifier are no part of omega. Raises ValueError if global_gradient is not
+    [Q], one number per weight in omega.
     """
     risk, gradient = risk_and_gradient(classifier, features(x), y, graph=True)
     if global_gradient.shape != gradient.shape:
@@ -120,7 +128,7 @@ def client_gradient(model, batches, autocast):
 
 
 def client_update(model, theta, batches, optimizer, autocast, global_gradient, gamma):
-    """Lines 6 to 12 for one client: trains `model` from theta [P] on. Returns the mean loss of its samples."""
+    """Lines 6 to 12 for one client: trains `model` from theta [P] on. Returns the mean loss."""
     train.set_weights(model, theta)  # line 6
     total, samples = 0.0, 0
     for x, y in batches:  # lines 7, 8
@@ -146,33 +154,33 @@ def federate(args) -> runs.Run:
     g = run.kept.get("g", torch.zeros(omega, device=trainer.device))
     best_theta, best = run.kept.get("best_theta", theta), run.kept.get("best", {"id_accuracy": -1})
     for t in run.rounds(args.rounds):  # line 2
-        selected = splits.draw(
-            clients.ids, clients.sample, random_at(args.seed, "select", t)
-        )  # line 3
+        draw = random_at(args.seed, "select", t)
+        selected = splits.draw(clients.ids, clients.sample, draw)  # line 3
         gradients = trainer.map(client_gradient, model, theta, selected, clients.train, t)  # line 4
         g = moving_average(g, gradients.mean(0), args.ema)  # line 4
-        spread = (gradients - gradients.mean(0)).square().sum(1).mean()
-        trained, thetas, losses = trainer.train(
-            client_update, model, theta, selected, t, global_gradient=g, gamma=args.gamma
-        )  # lines 5 to 12
-        deltas = thetas - theta  # line 13: one row for each client whose upload is finite
+        # Lines 5 to 12 on each selected client; `trained` are those whose upload is finite.
+        options = {"global_gradient": g, "gamma": args.gamma}
+        trained, thetas, losses = trainer.train(client_update, model, theta, selected, t, **options)
+        deltas = thetas - theta  # line 13
         theta = theta + args.server_lr * deltas.mean(0)  # line 15
 
         measures = trainer.evaluate(model, theta, trained) if run.due else {}
         if run.due and measures["id_accuracy"] > best["id_accuracy"]:
             best_theta, best = theta, {"round": t, **measures}
         keep = {"theta": theta, "g": g, "best_theta": best_theta, "best": best}
-        loss = losses.mean()
-        run.record(t, keep, selected=trained, train_loss=loss, gradient_spread=spread, **measures)
+        spread = (gradients - gradients.mean(0)).square().sum(1).mean()
+        measures |= {"train_loss": losses.mean(), "gradient_spread": spread}
+        run.record(t, keep, selected=trained, **measures)
+    run.finish(model, best_theta)
     accuracies = f"ID {100 * best['id_accuracy']:.1f} %, OOD {100 * best['ood_accuracy']:.1f} %"
     print(f"{args.name}: model.pt is of round {best['round']}, which has the best ID: {accuracies}")
-    return run.finish(model, best_theta)
+    return run
 
 
-# The example, coloured glyphs, is ours. A batch is all of a client's data, so a client takes one step per round, the
-# first of a new Adam, which moves each weight by about lr or -lr. More steps ruin the model, and the penalty also
-# charges the noise of small batches (docs/fediir.md). The rest is table 3 and section 5.1, with 50 clients as in tables
-# 8 to 11; folders: PACS.
+# The example, coloured glyphs, is ours. A batch is all of a client's data, so a client takes one
+# step per round, the first of a new Adam, which moves each weight by about lr or -lr. More steps
+# ruin the model, and the penalty also charges the noise of small batches (docs/fediir.md). The rest
+# is table 3 and section 5.1, with 50 clients as in tables 8 to 11; folders: PACS.
 PAPER = {"clients": 50, "local_epochs": 1, "rounds": 100}
 COLOURS = {
     "test_domain": "test", "model": "convnet", "width": 0.125, "lr": 0.1, "batch_size": 6000,
@@ -180,12 +188,12 @@ COLOURS = {
     "precision": "float32",
 }  # fmt: skip
 GLYPHS = {
-    "test_domain": "mono", "clients": 12, "model": "convnet", "width": 0.125, "lr": 0.05, "momentum": 0.9,
-    "batch_size": 32, "gamma": 0.3, "rounds": 18, "evaluate_every": 2,
+    "test_domain": "mono", "clients": 12, "model": "convnet", "width": 0.125, "lr": 0.05,
+    "momentum": 0.9, "batch_size": 32, "gamma": 0.3, "rounds": 18, "evaluate_every": 2,
 }  # fmt: skip
 ROTATED = {
-    "rotate": [0, 15, 30, 45, 60, 75], "test_domain": "0", "model": "convnet", "lr": 1e-2, "batch_size": 64,
-    "gamma": 1e-2,
+    "rotate": [0, 15, 30, 45, 60, 75], "test_domain": "0", "model": "convnet", "lr": 1e-2,
+    "batch_size": 64, "gamma": 1e-2,
 }  # fmt: skip
 SETTINGS = {
     "colours": COLOURS,
@@ -196,19 +204,16 @@ SETTINGS = {
     "folder": {**PAPER, "model": "resnet18", "lr": 2.5e-3, "batch_size": 32, "gamma": 1e-3},
 }
 QUICK = {
-    "model": "convnet", "width": 0.25, "lr": 0.05, "momentum": 0.9, "batch_size": 32, "gamma": 0.09, "rounds": 15,
+    "model": "convnet", "width": 0.25, "lr": 0.05, "momentum": 0.9, "batch_size": 32,
+    "gamma": 0.09, "rounds": 15,
 }  # fmt: skip
 SMALL = {"other": QUICK, "folder": {**QUICK, "image_size": 32, "clients": 12}}
 
 
 def own_flags(add) -> None:
-    add(
-        "--gamma",
-        type=flags.at_least(0, float),
-        default=1e-2,
-        help="gamma, the penalty's weight; 0 is FedAvg",
-    )
-    add("--ema", type=flags.at_least(0, float, 1), default=0.95, help="v of the moving average")
+    weight, share = flags.at_least(0, float), flags.at_least(0, float, 1)
+    add("--gamma", type=weight, default=1e-2, help="gamma, the penalty's weight; 0 is FedAvg")
+    add("--ema", type=share, default=0.95, help="v of the moving average")
     add("--server-lr", type=flags.positive, default=1.0, help="eta_g, the server's step size")
 
 
@@ -216,9 +221,9 @@ def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
     label = "FedIIR" if args.gamma else "FedAvg"
     prediction = (
-        "the colour is right in 100 % of one client's images and in 60 % of the other's, so it pulls "
-        "their classifiers apart, the penalty takes it out of the features, and the model reads the "
-        "shape, also where the colour says nothing"
+        "the colour is right in 100 % of one client's images and in 60 % of the other's, so it "
+        "pulls their classifiers apart, the penalty takes it out of the features, and the model "
+        "reads the shape, also where the colour says nothing"
     )
     shows_in = {"neutral_accuracy": "above"}
     return compare(args, federate, label, {"FedAvg": {"gamma": 0.0}}, prediction, shows_in)

@@ -1,9 +1,10 @@
-"""Minimax selection: train the clients with gradients that are far from every other client's gradient.
+"""Minimax selection: train the clients whose gradients are unlike every other client's gradient.
 
-Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating Clients (arXiv
-2310.07171), section IV-B1. The server keeps each participating client's latest g = w - w_i, which the paper calls its
-gradient. In each round it looks up every client's most similar other client, and selects the K clients for which this
-largest cosine similarity is smallest, since nobody else can stand in for them.
+Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating
+Clients (arXiv 2310.07171), section IV-B1. The server keeps each participating client's latest g = w
+- w_i, which the paper calls its gradient. In each round it looks up every client's most similar
+other client, and selects the K clients for which this largest cosine similarity is smallest, since
+nobody else can stand in for them.
 
     Algorithm 2                                                          in the code
      1  before round 1 all participating clients train from w_0          federate
@@ -16,30 +17,35 @@ largest cosine similarity is smallest, since nobody else can stand in for them.
      9      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                federate
         (section IV-B: the table keeps g_t^i for i in I_t)               federate
 
-Algorithm 1 is MinimaxSim. Its lines 2 to 9 compute S*_i = max over j != i of cos(g^i, g^j): largest_similarity. Its
-lines 10 to 16 take the clients with the smallest S*_i: minimax_clients. Line 3 of Algorithm 2 is convex_hull_select.py.
+Algorithm 1 is MinimaxSim. Its lines 2 to 9 compute S*_i = max over j != i of cos(g^i, g^j):
+largest_similarity. Its lines 10 to 16 take the clients with the smallest S*_i: minimax_clients.
+Line 3 of Algorithm 2 is convex_hull_select.py.
 
 Where the paper is silent or unclear
-1. K is --sample. The loop in Algorithm 1, `while |I| <= K`, ends with K + 1 clients; we follow equation 16, which
-   selects K. The sum in equation 16 is smallest for the K clients with the smallest S*_i. Two clients that are each
-   other's most similar client have the same S*_i; if only one can be selected, it is the one with the smaller id.
+1. K is --sample. The loop in Algorithm 1, `while |I| <= K`, ends with K + 1 clients; we follow
+   equation 16, which selects K. The sum in equation 16 is smallest for the K clients with the
+   smallest S*_i. Two clients that are each other's most similar client have the same S*_i; if only
+   one can be selected, it is the one with the smaller id.
 2. alpha_i: the theory uses 1/K, and the experiments do not say. The default is --weighting equal.
 3. A client whose update in the table is zero, or whose first update is not finite, is not selected.
 4. "A CNN" is that of McMahan et al. ResNet-18 has group norm (common/models.py).
-5. ID: the paper tests on the local test sets of the selected clients (`id_selected` in metrics.csv), while our ID uses
-   those of all participating clients. A local test set is a fifth of the client's samples (a tenth with --partition
-   domain).
-6. Remark 4 wants each client that is left out to resemble another one, but that one may be left out, too.
-7. The baselines of table 1: fedavg.py with --weighting equal, --selection random or power_of_choice, or all M clients
-   (--sample M). Under label skew this method prefers clients with many samples (results/wu.md), so there --selection
-   by_size is a fair baseline, too. Active selection (figures 8 and 9) is not here.
+5. ID: the paper tests on the local test sets of the selected clients (`id_selected` in
+   metrics.csv), while our ID uses those of all participating clients. A local test set is a fifth
+   of the client's samples (a tenth with --partition domain).
+6. Remark 4 wants each client that is left out to resemble another one, but that one may be left
+   out, too.
+7. The baselines of table 1: fedavg.py with --weighting equal, --selection random or
+   power_of_choice, or all M clients (--sample M). Under label skew this method prefers clients with
+   many samples (results/wu.md), so there --selection by_size is a fair baseline, too. Active
+   selection (figures 8 and 9) is not here.
 
-In docs/variations/: noisy clients with the trimmed mean (figure 7), Shakespeare (table 1), clients that leave and come
-back, event-triggered uploads, a table of sketches, and a check that different labels mean different gradients.
+In docs/variations/: noisy clients with the trimmed mean (figure 7), Shakespeare (table 1), clients
+that leave and come back, event-triggered uploads, a table of sketches, and a check that different
+labels mean different gradients.
 
     python minimax_select.py
     python minimax_select.py --dataset cifar10
-    python minimax_select.py --dataset cifar10 --selection maxsim        (table 1's ablation: the most similar clients)
+    python minimax_select.py --dataset cifar10 --selection maxsim              (table 1's ablation)
 """
 
 import torch
@@ -52,7 +58,7 @@ from common.setup import prepare
 
 
 def cosines(g: Tensor) -> Tensor:
-    """Cosine similarities of the rows of g [M, P], float64 [M, M], symmetric; NaN for rows of zeros or NaN."""
+    """Cosine similarities of the rows of g [M, P]: float64 [M, M], symmetric, NaN for zeros."""
     products = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
     for part in g.split(2**11, dim=1):  # short float32 sums, added up in float64
         products += part @ part.T
@@ -76,13 +82,14 @@ def usable_rows(g: Tensor) -> Tensor:
 
 
 def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
-    """The k clients with the smallest S*_i (equation 16; Algorithm 1, lines 10 to 16): int64 [k], ascending.
+    """The k clients with the smallest S*_i (equation 16; Algorithm 1): int64 [k], ascending.
 
-    g        the clients' updates [M, P]: weights before training minus weights after it, so do not pass weights
+    g        the clients' updates [M, P]: weights before training minus weights after it, so do not
+             pass weights
     largest  takes the largest S*_i instead, which is MaxSim
 
-    Ties go to the smaller index. Updates that are zero or not finite are never selected. Raises ValueError if g is not
-    a matrix, or has fewer than k usable rows.
+    Ties go to the smaller index. Updates that are zero or not finite are never selected. Raises
+    ValueError if g is not a matrix, or has fewer than k usable rows.
     """
     if g.dim() != 2:
         raise ValueError(f"g must be [clients, parameters], not {tuple(g.shape)}")
@@ -101,11 +108,11 @@ def federate(args) -> runs.Run:
     rare_clients = torch.tensor([group == "one class" for group in clients.groups])
     if run.kept:
         w, table = run.kept["w"], run.kept["table"]
-    else:  # line 1
+    else:
         w = train.get_weights(model)
+        trained, ws, _ = trainer.train(train.local_solver, model, w, clients.ids, 0)  # line 1
         table = torch.zeros(clients.participating, len(w), device=trainer.device)
-        trained, ws, _ = trainer.train(train.local_solver, model, w, clients.ids, 0)
-        table[trained] = w - ws
+        table[trained] = w - ws  # line 1
 
     for t in run.rounds(args.rounds):  # line 2
         usable = usable_rows(table).cpu()
@@ -116,35 +123,34 @@ def federate(args) -> runs.Run:
             selected = splits.draw(usable, k, random_at(args.seed, "select", t))
         else:
             selected = minimax_clients(table, k, largest=args.selection == "maxsim").cpu()  # line 4
-        trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)  # lines 5, 6
-        g = w - ws  # line 7: one row for each client whose upload is finite
+        # Lines 5 and 6 on each selected client; `trained` are those whose upload is finite.
+        trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)
+        g = w - ws  # line 7
         table[trained] = g  # section IV-B
-        n = clients.sizes[trained].to(g) if args.weighting == "size" else torch.ones_like(losses)
+        n = clients.sizes[trained].to(g)
+        if args.weighting == "equal":
+            n = torch.ones_like(n)
         alpha = n / n.sum()
         w = w - alpha @ g  # line 9
         measures = trainer.evaluate(model, w, trained) if run.due else {}
-        rare = rare_clients[trained].float().mean()
-        loss, keep = alpha @ losses, {"w": w, "table": table}
-        run.record(t, keep, selected=trained, train_loss=loss, rare_selected=rare, **measures)
+        measures["rare_selected"] = rare_clients[trained].float().mean()
+        keep = {"w": w, "table": table}
+        run.record(t, keep, selected=trained, train_loss=alpha @ losses, **measures)
     plots.similarity(run.folder / "similarity.png", cosines(table), clients, run.rows)
     return run.finish(model, w)
 
 
-# The example on glyphs is ours: three of 40 clients of equal size hold a rare class each. The rest is section V, with
-# the Dirichlet alpha of its curves, as table 1 gives none. mnist, fmnist and gtsrb, which the paper does not use, have
-# EMNIST's, cifar100 has figure 8's, and folders have NICO's (figure 9). The paper names its learning rate, 0.01, only
-# for figures 7 to 9; ours is 0.1, the best for random selection on CIFAR-10 (results/wu.md). The 200 rounds are ours.
+# The example on glyphs is ours: three of 40 clients of equal size hold a rare class each. The rest
+# is section V, with the Dirichlet alpha of its curves, as table 1 gives none. mnist, fmnist and
+# gtsrb, which the paper does not use, have EMNIST's, cifar100 has figure 8's, and folders have
+# NICO's (figure 9). The paper names its learning rate, 0.01, only for figures 7 to 9; ours is 0.1,
+# the best for random selection on CIFAR-10 (results/wu.md). The 200 rounds are ours.
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 RESNET = {"model": "resnet18", "local_epochs": 3, "batch_size": 16, "lr": 0.01, "rounds": 200}
 RARE = {
-    "partition": "rare",
-    "clients": 40,
-    "sample": 10,
-    "width": 0.25,
-    "batch_size": 64,
-    "lr": 0.2,
+    "partition": "rare", "clients": 40, "sample": 10, "width": 0.25, "batch_size": 64, "lr": 0.2,
     "rounds": 50,
-}
+}  # fmt: skip
 SETTINGS = {
     "glyphs": {**PAPER, **RARE},
     "other": {**PAPER, "dirichlet": 0.5},
@@ -153,13 +159,8 @@ SETTINGS = {
     "folder": {**RESNET, "dirichlet": 0.09},
 }
 QUICK = {
-    "model": "cnn",
-    "width": 0.25,
-    "local_epochs": 5,
-    "batch_size": 32,
-    "lr": 0.05,
-    "rounds": 20,
-}
+    "model": "cnn", "width": 0.25, "local_epochs": 5, "batch_size": 32, "lr": 0.05, "rounds": 20,
+}  # fmt: skip
 SMALL = {
     "other": QUICK,
     "folder": {**QUICK, "dirichlet": 0.5, "image_size": 32, "clients": 12, "rounds": 30},
@@ -167,18 +168,9 @@ SMALL = {
 
 
 def own_flags(add) -> None:
-    add(
-        "--selection",
-        choices=["minimax", "maxsim", "random"],
-        default="minimax",
-        help="line 4, or in another way",
-    )
-    add(
-        "--weighting",
-        choices=["equal", "size"],
-        default="equal",
-        help="line 9: alpha_i is 1 / K or n_i / n",
-    )
+    kinds, by = ["minimax", "maxsim", "random"], ["equal", "size"]
+    add("--selection", choices=kinds, default="minimax", help="line 4, or in another way")
+    add("--weighting", choices=by, default="equal", help="line 9: alpha_i is 1 / K or n_i / n")
 
 
 def main(argv: list[str] | None = None):

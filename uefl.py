@@ -1,64 +1,77 @@
-"""UEFL: if the model is uncertain about a client's data, this client gets additional codewords of its own.
+"""UEFL: if the model is uncertain about a client's data, this client gets codewords of its own.
 
-Zhang, Cao and Liu, Uncertainty-Based Extensible Codebook for Discrete Federated Learning in Heterogeneous Data Silos
-(arXiv 2402.18888). An encoder f_E turns an image into tokens, the codebook replaces each token by its nearest codeword,
-and a classifier f_C reads the codewords. A silo is a client, and sg(a) means that no gradient flows through a.
+Zhang, Cao and Liu, Uncertainty-Based Extensible Codebook for Discrete Federated Learning in
+Heterogeneous Data Silos (arXiv 2402.18888). An encoder f_E turns an image into tokens, the codebook
+replaces each token by its nearest codeword, and a classifier f_C reads the codewords. A silo is a
+client, and sg(a) means that no gradient flows through a.
 
-    Algorithm 1, counting from line 1 of its listing                     in the code
-     1  sample K data silos as clients                                   build
-     2  initialise theta, and a codebook of v codewords, at random       build, federate
-     3  e_k = 0                                                          federate
-     4  repeat                                                           federate
-     5      for each round t = 1, 2, ...                                 federate
-     6          broadcast theta                                          federate, client_update
-     7          for all K clients in parallel                            federate, trainer.train
-     8              if e_k > (1 + gamma) min_j e_j                       federate, uncertain
-     9                  K-means-initialise another v codewords           client_codewords, ExtensibleCodebook.extend
-    10                  v_k <- v_k + v                                   federate, the matrix `allowed`
-    12              z = f_E(x)                                           client_update, UEFL
-    13              c = the nearest of v_k codewords (equation 4)        client_update, ExtensibleCodebook
-    14              p = f_C(c)                                           client_update, UEFL
-    15              L_code = ||sg(c) - z||^2 + beta ||c - sg(z)||^2      client_update, ExtensibleCodebook
-    16              L_task = cross-entropy                               client_update
-    17              theta_k <- theta_k - eta grad (L_code + L_task)      client_update
-    19          clients return theta_k                                   federate, trainer.train
-    20          theta <- sum of n_k / n theta_k                          average, average_codewords
-    22      e_k = -sum p log p, the uncertainty (equation 6)             evaluate, client_evaluation, predictive_entropy
-    23      reduce the number of rounds                                  federate
-    24  until e_k <= (1 + gamma) min_j e_j for all k (equation 7)        federate
+    Algorithm 1, counting from line 1 of its listing            in the code
+     1  sample K data silos as clients                          build
+     2  initialise theta, and a codebook of v codewords, at random  build, federate
+     3  e_k = 0                                                 federate
+     4  repeat                                                  federate
+     5      for each round t = 1, 2, ...                        federate
+     6          broadcast theta                                 federate, client_update
+     7          for all K clients in parallel                   federate, trainer.train
+     8              if e_k > (1 + gamma) min_j e_j              federate, uncertain
+     9                  K-means-initialise another v codewords  client_codewords, federate
+    10                  v_k <- v_k + v                          federate, the matrix `allowed`
+    12              z = f_E(x)                                  client_update, UEFL
+    13              c = the nearest of v_k codewords (equation 4)  client_update, ExtensibleCodebook
+    14              p = f_C(c)                                  client_update, UEFL
+    15              L_code = ||sg(c) - z||^2 + beta ||c - sg(z)||^2  ExtensibleCodebook
+    16              L_task = cross-entropy                      client_update
+    17              theta_k <- theta_k - eta grad (L_code + L_task)  client_update
+    19          clients return theta_k                          federate, trainer.train
+    20          theta <- sum of n_k / n theta_k                 average, average_codewords
+    22      e_k = -sum p log p, the uncertainty (equation 6)    evaluate, client_evaluation
+    23      reduce the number of rounds                         federate
+    24  until e_k <= (1 + gamma) min_j e_j for all k (equation 7)  federate
 
 Where the paper is silent or unclear
-1. In the listing, lines 8 to 10 stand in the loop over rounds, while sections 3.1 and 3.2 add codewords once per
-   iteration. We follow the sections: an iteration (lines 4 to 24) ends with the codewords for the next one, and there
-   are at most --iterations. All clients train in each round, unless --sample says otherwise.
-2. New codewords belong to one client (section 3.1: "exclusively accessible to the corresponding heterogeneous
-   clients"). Line 10 adds v, while tables 11, 14 and 16 double the codebook; we add. K-means runs on all of the
-   client's training tokens.
-3. Line 20: section 3.2 averages a codeword "across the clients that utilize" it. We take all that may use it, by n_k.
-4. Line 22 lacks the minus sign of equation 6. e_k is the mean entropy over the client's held-out samples, which for a
-   silo come from the test set if there is one; it needs no labels. mA, mE and mP are means over clients of accuracy
-   (of the mean probabilities of all passes), e_k, and perplexity, exp(entropy) of how often each codeword is used.
-5. Codewords start from a Gaussian, ours a standard one. Tokens after ReLUs point in similar directions and would use
-   few of them, so we add a layer norm without parameters, in FedAvg too, which is ours (--no-token-norm).
-6. Line 15: the weights --commitment 0.25 and --beta 1, and means over all numbers, come from the authors' code.
-7. The two dropout layers stand before the classifier's linear layers, so the encoder runs once for all passes.
-8. Adam, new in each round, its learning rate, batch size and local epochs come from the authors' code. The 40 rounds of
-   the first iteration stand in appendix H alone; later ones have 20 (section 4). VGG16 and ResNet-18 are pretrained
-   (--pretrained), VGG16 with the batch norm that table 11's count implies, whose statistics we average, too.
+1. In the listing, lines 8 to 10 stand in the loop over rounds, while sections 3.1 and 3.2 add
+   codewords once per iteration. We follow the sections: an iteration (lines 4 to 24) ends with the
+   codewords for the next one, and there are at most --iterations. All clients train in each round,
+   unless --sample says otherwise.
+2. New codewords belong to one client (section 3.1: "exclusively accessible to the corresponding
+   heterogeneous clients"). Line 10 adds v, while tables 11, 14 and 16 double the codebook; we add.
+   K-means runs on all of the client's training tokens.
+3. Line 20: section 3.2 averages a codeword "across the clients that utilize" it. We take all that
+   may use it, by n_k.
+4. Line 22 lacks the minus sign of equation 6. e_k is the mean entropy over the client's held-out
+   samples, which for a silo come from the test set if there is one; it needs no labels. mA, mE and
+   mP are means over clients of accuracy (of the mean probabilities of all passes), e_k, and
+   perplexity, exp(entropy) of how often each codeword is used.
+5. Codewords start from a Gaussian, ours a standard one. Tokens after ReLUs point in similar
+   directions and would use few of them, so we add a layer norm without parameters, in FedAvg too,
+   which is ours (--no-token-norm).
+6. Line 15: the weights --commitment 0.25 and --beta 1, and means over all numbers, come from the
+   authors' code.
+7. The two dropout layers stand before the classifier's linear layers, so the encoder runs once for
+   all passes.
+8. Adam, new in each round, its learning rate, batch size and local epochs come from the authors'
+   code. The 40 rounds of the first iteration stand in appendix H alone; later ones have 20 (section
+   4). VGG16 and ResNet-18 are pretrained (--pretrained), VGG16 with the batch norm that table 11's
+   count implies, whose statistics we average, too.
 
 Where the authors' code differs
-- The server never averages codewords, and at each extension all clients get new ones, which replace their earlier
-  additions. So the model is personalised, and a fair baseline is another personalised model, not FedAvg.
-- Other parameters have equal weights 1/K. The threshold is computed once, after iteration 1, from the mean uncertainty.
-- The second dropout comes after the last layer. Dropout is off in the evaluation, so all 20 passes are equal.
+- The server never averages codewords, and at each extension all clients get new ones, which replace
+  their earlier additions. So the model is personalised, and a fair baseline is another personalised
+  model, not FedAvg.
+- Other parameters have equal weights 1/K. The threshold is computed once, after iteration 1, from
+  the mean uncertainty.
+- The second dropout comes after the last layer. Dropout is off in the evaluation, so all 20 passes
+  are equal.
 
 In docs/variations/: those private codebooks, and deep ensembles instead of dropout (table 9).
 
     python uefl.py
-    python uefl.py --dataset mnist --silos 3 1 1                      (table 13, whose data set the paper does not name)
-    python uefl.py --dataset cifar10 --pretrained                                                          (table 1)
-    python uefl.py --dataset mnist --rotate 0 15 30 45 60 75 --test-domain 75 --model resnet18 --pretrained (table 2)
-    python uefl.py --dataset fmnist --partition dirichlet --clients 10 --participating 10 --sample 10     (table 12)
+    python uefl.py --dataset mnist --silos 3 1 1          (table 13, which does not name its data)
+    python uefl.py --dataset cifar10 --pretrained                                       (table 1)
+    python uefl.py --dataset mnist --rotate 0 15 30 45 60 75 --test-domain 75 \\
+        --model resnet18 --pretrained                                                   (table 2)
+    python uefl.py --dataset fmnist --partition dirichlet --clients 10 --participating 10 \\
+        --sample 10                                                                    (table 12)
 """
 
 from argparse import BooleanOptionalAction
@@ -77,11 +90,12 @@ from common.setup import prepare
 
 
 class ExtensibleCodebook(nn.Module):
-    """Replaces each segment of a token by the nearest codeword that the client may use (sections 3.2 and 3.3).
+    """Replaces each segment of a token by the nearest codeword that the client may use.
 
     size              v, codewords at the start; with 0, tokens are returned unchanged
-    dim, segments     d channels of a token, and s parts of it that are each replaced by a codeword; s divides d
-    commitment, beta  weights of ||sg(c) - z||^2, which pulls tokens to codewords, and of ||c - sg(z)||^2, the opposite
+    dim, segments     d, the channels of a token, and s, the parts that it is cut into; s divides d
+    commitment, beta  weights of ||sg(c) - z||^2, which pulls tokens to codewords, and of
+                      ||c - sg(z)||^2, which pulls codewords to tokens
     codewords         the only parameter, [V, d / s]
     """
 
@@ -97,11 +111,12 @@ class ExtensibleCodebook(nn.Module):
     def forward(
         self, tokens: Tensor, allowed: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens [N, l, d] -> their codewords [N, l, d], L_code (equation 5), and the codewords' indices [N, l, s].
+        """Tokens [N, l, d] -> codewords [N, l, d], L_code (equation 5), their indices [N, l, s].
 
         allowed  bool [V], the codewords that this client may use; by default all
 
-        The backward pass copies the gradient from the output to the tokens. Raises ValueError for a wrong `allowed`.
+        The backward pass copies the gradient from the output to the tokens. Raises ValueError for a
+        wrong `allowed`.
         """
         if not len(self.codewords):
             return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
@@ -133,12 +148,12 @@ class ExtensibleCodebook(nn.Module):
 
     @torch.no_grad()
     def extend(self, codewords: Tensor) -> None:
-        """Adds codewords [v, d / s]. An optimizer with a state (Adam, momentum) must be made anew afterwards."""
+        """Adds codewords [v, d / s]. An optimizer like Adam must be made anew afterwards."""
         self.codewords.data = torch.cat([self.codewords, codewords.to(self.codewords)])
 
 
 def predictive_entropy(probabilities: Tensor) -> Tensor:
-    """Equation 6: class probabilities of T passes [T, N, C] -> the entropy of their mean over passes, in nats [N]."""
+    """Equation 6: probabilities of T passes [T, N, C] -> the entropy of their mean, in nats [N]."""
     if probabilities.dim() != 3:
         raise ValueError(
             f"probabilities must be [passes, samples, classes], not {tuple(probabilities.shape)}"
@@ -147,14 +162,14 @@ def predictive_entropy(probabilities: Tensor) -> Tensor:
 
 
 def uncertain(entropies: Tensor, gamma: float) -> Tensor:
-    """Equation 7: bool [K], true if a client's entropy [K] is above (1 + gamma) times the smallest one. NaN: false."""
+    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K]."""
     return entropies > (1 + gamma) * entropies.nan_to_num(torch.inf).min()  # lines 8, 24
 
 
 def average_codewords(before: Tensor, codewords: Tensor, sizes: Tensor, allowed: Tensor) -> Tensor:
-    """Line 20 for codewords: [V, d / s]. Each one is averaged over the clients that may use it, with weights n_k.
+    """Line 20 for codewords [V, d / s]: each is averaged over the clients that may use it, by n_k.
 
-    before     the server's codewords [V, d / s]; a codeword that none of these clients may use does not change
+    before     the server's codewords [V, d / s], which stay as they are if no client may use them
     codewords  the clients' codewords after training [K, V, d / s]
     sizes      n_k, float32 [K]
     allowed    bool [K, V], true if client k may use codeword v
@@ -167,7 +182,7 @@ def average_codewords(before: Tensor, codewords: Tensor, sizes: Tensor, allowed:
 
 
 class UEFL(nn.Module):
-    """The model: encoder, codebook and classifier, which is FedAvg's if the codebook is empty. `token_norm` is ours."""
+    """Encoder, codebook and classifier, without a codebook FedAvg's. `token_norm` is ours."""
 
     def __init__(
         self,
@@ -183,20 +198,20 @@ class UEFL(nn.Module):
         self.features, self.classifier, self.token_norm = features, classifier, token_norm
 
     def encode(self, x: Tensor) -> Tensor:
-        """x -> tokens [N, l, d]. A feature map [N, d, h, w] gives h w tokens, a feature vector [N, d] gives one."""
+        """x -> tokens [N, l, d]: h w of them from a feature map [N, d, h, w], one from a vector."""
         z = self.features(x)
         z = z.flatten(2).mT if z.dim() == 4 else z.unsqueeze(1)
         return F.layer_norm(z, z.shape[-1:]) if self.token_norm else z
 
     def forward(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """p = f_C(f_D(f_E(x))) (equation 1): x -> logits [N, C] and L_code. `allowed` is that of the codebook."""
+        """p = f_C(f_D(f_E(x))) (equation 1): x -> logits [N, C] and L_code."""
         z = self.encode(x)  # line 12
         c, code_loss, _ = self.codebook(z, allowed)  # lines 13, 15
         return self.classifier(c.mT), code_loss  # line 14; the classifier expects channels first
 
 
 def client_update(model, theta, batches, optimizer, autocast, allowed):
-    """Lines 6 and 12 to 17 for one client: trains `model` from theta [P] on. Returns the mean loss of its samples."""
+    """Lines 6 and 12 to 17 for one client: trains `model` from theta [P] on. -> the mean loss."""
     train.set_weights(model, theta)  # line 6
     total, samples = 0.0, 0
     for x, y in batches:
@@ -214,7 +229,7 @@ def client_update(model, theta, batches, optimizer, autocast, allowed):
 def average(
     codebook: ExtensibleCodebook, theta: Tensor, thetas: Tensor, sizes: Tensor, allowed: Tensor
 ) -> Tensor:
-    """Line 20: the new theta [P], from the old one, the clients' thetas [K, P], n_k [K], and who may use what [K, V]."""
+    """Line 20: theta [P], the clients' thetas [K, P], n_k [K], allowed [K, V] -> new theta."""
     v, d = codebook.codewords.shape
     words, rest = thetas[:, : v * d].reshape(len(thetas), v, d), thetas[:, v * d :]
     words = average_codewords(theta[: v * d].view(v, d), words, sizes, allowed)  # line 20
@@ -224,7 +239,7 @@ def average(
 
 @torch.no_grad()
 def client_codewords(model, batches, autocast, size, rng):
-    """Line 9 for one client: the centroids, by K-means, of its segments [size, d / s], as a vector."""
+    """Line 9 for one client: the K-means centroids of its segments, [size, d / s] as a vector."""
     with autocast():
         segments = torch.cat(
             [model.encode(x).reshape(-1, model.codebook.codewords.shape[1]) for x, _ in batches]
@@ -235,7 +250,7 @@ def client_codewords(model, batches, autocast, size, rng):
 
 @torch.no_grad()
 def client_evaluation(model, batches, autocast, passes, allowed=None):
-    """Line 22 for one client: its uncertainty e_k and, for the log, accuracy and codebook perplexity, [3]."""
+    """Line 22 for one client: its uncertainty e_k, and for the log accuracy and perplexity, [3]."""
     for layer in model.modules():
         if isinstance(layer, nn.Dropout):
             layer.train()
@@ -253,28 +268,18 @@ def client_evaluation(model, batches, autocast, passes, allowed=None):
 
 
 def evaluate(args, clients, trainer, model, theta: Tensor, allowed: Tensor, t: int) -> dict:
-    """Line 22: the uncertainties e_k, accuracies and so on of this round, by column of metrics.csv."""
-    measured = trainer.map(
-        client_evaluation,
-        model,
-        theta,
-        clients.ids,
-        clients.test,
-        t,
-        each={"allowed": allowed},
-        passes=args.passes,
-    )
+    """Line 22: the uncertainties e_k, accuracies and so on, by column of metrics.csv."""
+    options = {"each": {"allowed": allowed}, "passes": args.passes}
+    measured = trainer.map(client_evaluation, model, theta, clients.ids, clients.test, t, **options)
     e, accuracies, perplexities = measured.T.cpu()
     sizes = torch.tensor([float(len(clients.test[k])) for k in clients.ids])
     measures = {"id_accuracy": sizes @ accuracies / sizes.sum()}
     if "ood" in clients.tests:  # in pieces, and with all codewords
         pieces = clients.tests["ood"].split(1000)
-        ids, sizes = (
-            torch.arange(len(pieces)),
-            torch.tensor([float(len(piece)) for piece in pieces]),
-        )
-        measured = trainer.map(client_evaluation, model, theta, ids, pieces, t, passes=args.passes)
-        measures["ood_accuracy"] = sizes @ measured[:, 1].cpu() / sizes.sum()
+        ids, n = torch.arange(len(pieces)), torch.tensor([float(len(piece)) for piece in pieces])
+        options = {"passes": args.passes}
+        measured = trainer.map(client_evaluation, model, theta, ids, pieces, t, **options)
+        measures["ood_accuracy"] = n @ measured[:, 1].cpu() / n.sum()
     measures |= {"mA": accuracies.mean(), "mE": e.mean()}
     if args.codebook_size:
         measures["mP"] = perplexities.mean()
@@ -290,18 +295,12 @@ def build(args):
     """Lines 1 and 2: clients, model, trainer and run."""
     _, clients, base, trainer, run = prepare(args, dropout=args.dropout)
     if not any(isinstance(layer, nn.Dropout) for layer in base.classifier):
-        raise UserError(
-            f"--model {args.model} has no dropout, so all passes are equal: choose another"
-        )
+        raise UserError(f"--model {args.model} has no dropout, so passes are equal: choose another")
     example, _ = trainer.batch(clients.train[0][:1].to(trainer.device))
-    dim, segments = (
-        base.features.eval()(example).shape[1],
-        args.segments if args.codebook_size else 1,
-    )
+    dim = base.features.eval()(example).shape[1]
+    segments = args.segments if args.codebook_size else 1
     if dim % segments:
-        raise UserError(
-            f"--segments {segments} does not divide the {dim} channels of the model's tokens"
-        )
+        raise UserError(f"--segments {segments} does not divide a token's {dim} channels")
     with seeded(torch.device("cpu"), args.seed, "codebook"):
         codebook = ExtensibleCodebook(args.codebook_size, dim, segments, args.commitment, args.beta)
     model = UEFL(base.features, codebook, base.classifier, args.token_norm)
@@ -313,9 +312,7 @@ def federate(args) -> runs.Run:
     clients, model, trainer, run = build(args)  # lines 1, 2
     ids, v, codebook = clients.ids, args.codebook_size, model.codebook
     if run.kept:
-        theta, e, allowed, first = (
-            run.kept[name] for name in ("theta", "e", "allowed", "iteration")
-        )
+        theta, e, allowed, first = (run.kept[k] for k in ("theta", "e", "allowed", "iteration"))
         codebook.extend(torch.zeros(allowed.shape[1] - v, codebook.codewords.shape[1]))
     else:
         theta, e, first = train.get_weights(model), torch.zeros(len(ids)), 1  # lines 2, 3
@@ -327,9 +324,10 @@ def federate(args) -> runs.Run:
             if not len(extended):  # line 24
                 break
             rng = {k: random_at(args.seed, "codewords", run.t, k) for k in extended.tolist()}
+            options = {"each": {"rng": rng}, "size": v}
             new = trainer.map(
-                client_codewords, model, theta, extended, clients.train, run.t, {"rng": rng}, size=v
-            )  # line 9
+                client_codewords, model, theta, extended, clients.train, run.t, **options
+            )
             codebook.extend(new.view(-1, codebook.codewords.shape[1]))  # line 9
             theta = train.get_weights(model)
             is_own = F.one_hot(extended.repeat_interleave(v), len(ids)).T.bool()
@@ -337,9 +335,10 @@ def federate(args) -> runs.Run:
 
         for t in run.rounds(args.rounds + (iteration - 1) * args.later_rounds):  # lines 5, 23
             selected = splits.draw(ids, clients.sample, random_at(args.seed, "select", t))
+            # Lines 6 to 19 on each selected client; `trained` are those whose upload is finite.
             trained, thetas, losses = trainer.train(
                 client_update, model, theta, selected, t, each={"allowed": allowed}
-            )  # lines 6 to 19
+            )
             n = clients.sizes[trained].to(theta)
             theta = average(codebook, theta, thetas, n, allowed[trained])  # line 20
             measures = evaluate(args, clients, trainer, model, theta, allowed, t) if run.due else {}
@@ -352,9 +351,11 @@ def federate(args) -> runs.Run:
 
 
 # fmt: off
-# The example on glyphs is ours, with silos as in table 13. float32: bfloat16 may cost UEFL a point (results/uefl.md).
+# The example on glyphs is ours, with silos as in table 13. float32: bfloat16 may cost UEFL a point
+# (results/uefl.md).
 PAPER = {
-    "partition": "silos", "rotate": [0, -50, 120], "silos": [3, 3, 3], "codebook_size": 64, "gamma": 0.1,  # section 4
+    "partition": "silos", "rotate": [0, -50, 120], "silos": [3, 3, 3],  # section 4
+    "codebook_size": 64, "gamma": 0.1,  # section 4
     "rounds": 40, "later_rounds": 20, "model": "resblocks",  # appendix H, section 4, section 4
     "optimizer": "adam", "lr": 1e-4, "batch_size": 1024, "local_epochs": 20,  # the authors' code
     "precision": "float32",
@@ -374,12 +375,14 @@ SETTINGS = {
     "folder": {**PAPER, "model": "resnet18", "partition": "domain", "rotate": None},
 }
 QUICK = {
-    "model": "resblocks", "width": 0.0625, "segments": 8, "commitment": 0.1, "lr": 1e-3, "batch_size": 32,
-    "local_epochs": 4, "rounds": 5, "later_rounds": 2, "iterations": 3, "silo_size": 500, "gamma": 0.05,
+    "model": "resblocks", "width": 0.0625, "segments": 8, "commitment": 0.1, "lr": 1e-3,
+    "batch_size": 32, "local_epochs": 4, "rounds": 5, "later_rounds": 2, "iterations": 3,
+    "silo_size": 500, "gamma": 0.05,
 }
 SMALL = {
     "other": QUICK,
-    **dict.fromkeys(["cifar10", "cifar100"], {**QUICK, "gamma": 0.02}),
+    "cifar10": {**QUICK, "gamma": 0.02},
+    "cifar100": {**QUICK, "gamma": 0.02},
     "folder": {**QUICK, "image_size": 32, "local_epochs": 2, "gamma": 0.1},
 }
 # fmt: on
@@ -387,51 +390,21 @@ SMALL = {
 
 def own_flags(add) -> None:
     whole, number = flags.at_least(1), flags.at_least(0, float)
-    add(
-        "--codebook-size",
-        type=flags.at_least(0),
-        default=64,
-        help="v, codewords per extension; 0: FedAvg",
-    )
-    add("--segments", type=whole, default=1, help="s, parts of a token that each get a codeword")
-    add(
-        "--gamma",
-        type=number,
-        default=0.1,
-        help="equation 7: with a larger gamma, fewer clients get codewords",
-    )
-    add("--iterations", type=whole, default=5, help="largest number of iterations; 1: no extension")
-    add(
-        "--later-rounds",
-        type=whole,
-        default=5,
-        help="rounds in each iteration after the first, which has --rounds",
-    )
-    add(
-        "--commitment",
-        type=number,
-        default=0.25,
-        help="weight of ||sg(c) - z||^2: pulls z to codewords",
-    )
-    add("--beta", type=number, default=1.0, help="weight of ||c - sg(z)||^2: pulls codewords to z")
-    add(
-        "--token-norm",
-        action=BooleanOptionalAction,
-        default=True,
-        help="layer norm after the encoder",
-    )
+    add("--codebook-size", type=flags.at_least(0), default=64, help="v, per extension; 0: FedAvg")
+    add("--segments", type=whole, default=1, help="s, parts of a token with a codeword each")
+    add("--gamma", type=number, default=0.1, help="equation 7; larger: fewer clients are extended")
+    add("--iterations", type=whole, default=5, help="at most; with 1 nobody is extended")
+    add("--later-rounds", type=whole, default=5, help="of iterations after the first (--rounds)")
+    add("--commitment", type=number, default=0.25, help="weight of ||sg(c) - z||^2")
+    add("--beta", type=number, default=1.0, help="weight of ||c - sg(z)||^2")
+    add("--token-norm", action=BooleanOptionalAction, default=True, help="layer norm of tokens")
     add(
         "--dropout",
         type=flags.at_least(0, float, 0.99),
         default=0.1,
         help="probability of both dropout layers",
     )
-    add(
-        "--passes",
-        type=whole,
-        default=20,
-        help="T, forward passes with dropout, to measure uncertainty",
-    )
+    add("--passes", type=whole, default=20, help="T, forward passes to measure uncertainty")
 
 
 def main(argv: list[str] | None = None):
@@ -440,8 +413,8 @@ def main(argv: list[str] | None = None):
     if args.codebook_size:
         label, baselines = "UEFL", {"static": {"iterations": 1}, "FedAvg": {"codebook_size": 0}}
     prediction = (
-        "the model is least certain about the turned silos, so they get codewords of their own, and "
-        "gain accuracy over a codebook that is not extended"
+        "the model is least certain about the turned silos, so they get codewords of their own, "
+        "and gain accuracy over a codebook that is not extended"
     )
     shows_in = {"turned_extended": "above", "turned_accuracy": "above"}
     return compare(args, federate, label, baselines, prediction, shows_in)

@@ -15,10 +15,11 @@ def first_line(error: BaseException) -> str:
 
 
 def random_at(seed: int, purpose: str, *where: int) -> np.random.Generator:
-    """The random generator that belongs to (seed, purpose, *where). `where` is a round, a client and so on.
+    """The random generator of (seed, purpose, *where); `where` is a round, a client and so on.
 
-    Every random draw of a run depends only on such an address, never on global state. So a client's draws do not
-    depend on which clients trained before it, and a resumed run draws the same numbers.
+    Every random draw of a run depends only on such an address, never on global state. So a client's
+    draws do not depend on which clients trained before it, and a resumed run draws the same
+    numbers.
     """
     # numpy treats [1, 2] and [1, 2, 0] as the same seed, so the length is part of the address
     return np.random.default_rng([seed, zlib.crc32(purpose.encode()), len(where), *where])

@@ -12,7 +12,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Stops glibc from returning freed memory to the system, so that each batch reuses the buffers of the last one."""
+    """Stops glibc from returning freed memory, so that each batch reuses the last one's buffers."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt and any(
         mallopt(M_MMAP_THRESHOLD, size) for size in (1 << 30, 1 << 25)
@@ -21,7 +21,7 @@ def keep_freed_memory() -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of this name. `auto` is a GPU if there is one. With `auto` or `cuda`, each rank takes its own GPU.
+    """The device of this name. With `auto` (a GPU if there is one) or `cuda`, each rank has one.
 
     Raises UserError if the device does not exist.
     """
@@ -37,7 +37,7 @@ def pick_device(name: str) -> torch.device:
         ) from e
     if device.type not in ("cpu", "cuda"):
         raise UserError(
-            f"--device {name} cannot be used (only cpu and cuda have been tried): choose auto or cpu"
+            f"--device {name} cannot be used (only cpu and cuda were tried): choose auto or cpu"
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -60,7 +60,7 @@ def pick_precision(name: str, device: torch.device) -> str:
 
 @contextmanager
 def seeded(device: torch.device, seed: int, purpose: str, *where: int):
-    """Inside the block, torch's global generators start at this address. Dropout and initialisation draw from them."""
+    """Inside, torch's global generators, for dropout and initialisation, start at this address."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(int(random_at(seed, purpose, *where).integers(2**63)))
         yield

@@ -1,4 +1,4 @@
-"""The data sets that the program draws, so that no download is needed: digits, and the same digits in two colours."""
+"""The data sets that the program draws, without a download: digits, grey or in two colours."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,10 +25,11 @@ FONTS = {  # family -> faces; all of them come with matplotlib
 
 
 def glyphs(n_train: int = 12_000, n_test: int = 2_000, seed: int = 0) -> dict:
-    """The ten digits in the fonts that matplotlib ships, 28x28, grey; the font family is the domain.
+    """The ten digits in matplotlib's fonts, 28x28, grey; the font family is the domain.
 
-    Face, digit, size, position, slant, stroke, ink and noise are random for each sample. A `cnn` trained on all
-    samples together still misclassifies a few percent. The same seed gives the same bytes.
+    Face, digit, size, position, slant, stroke, ink and noise are random for each sample. A `cnn`
+    trained on all samples together still misclassifies a few percent. The same seed gives the same
+    bytes.
     """
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     faces = [folder / f"{face}.ttf" for family in FONTS.values() for face in family]
@@ -64,15 +65,15 @@ def glyphs(n_train: int = 12_000, n_test: int = 2_000, seed: int = 0) -> dict:
 
 
 def coloured(agreement: Sequence[float], grey: bool = False) -> dict:
-    """Glyphs of 14x14 pixels in red or green, in three domains: two to train on, and one to test on.
+    """Glyphs of 14x14 pixels in red or green, in three domains: two for training, one for testing.
 
     agreement  for each domain, how often the colour agrees with the label
     grey       leaves the colour out
 
     Class 0 has the digits 0 and 8, class 1 has 1 and 7, but a quarter of the labels is wrong. So a
-    model that sees the shape alone is right in up to 75 %, in every domain. The test set `neutral` has
-    each test image once in red and once in green, so there a model that sees the colour alone is right
-    in 50 %. This is the idea of Arjovsky et al. 2019 (ColoredMNIST).
+    model that sees the shape alone is right in up to 75 %, in every domain. The test set `neutral`
+    has each test image once in red and once in green, so there a model that sees the colour alone
+    is right in 50 %. This is the idea of Arjovsky et al. 2019 (ColoredMNIST).
     """
     g, drawn = torch.Generator().manual_seed(1), glyphs(9_000, 4_000)
     digit, is_test = drawn["y"], torch.zeros(13_000, dtype=torch.bool)

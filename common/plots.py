@@ -1,4 +1,4 @@
-"""The pictures. They share one style, and stay readable in greyscale and at the width of a README."""
+"""The pictures. They share one style, and can be read in greyscale and at a README's width."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,18 +26,30 @@ COLOURS = [
     "#e69f00",
     "#56b4e9",
     "#000000",
-]  # Okabe and Ito
+]  # Okabe, Ito
 LINES, MARKERS = ["-", "--", ":", "-."], ["o", "s", "^", "D", "v", "P", "X"]
 STYLE = {
-    "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "legend.frameon": False,
-    "axes.titlelocation": "left", "figure.constrained_layout.use": True, "savefig.dpi": 150, "text.parse_math": False,
-}  # fmt: skip
-PANELS = {  # title -> column of metrics.csv, in pictures of runs; a panel without numbers is left out
-    "ID accuracy (percent)": "id_accuracy", "OOD accuracy (percent)": "ood_accuracy",
-    "on the rare classes (percent)": "rare_accuracy", "turned silos (percent)": "turned_accuracy", "colour-neutral (percent)": "neutral_accuracy",
-    "mean uncertainty mE (nats)": "mE", "perplexity mP": "mP",
-    "spread of the clients' gradients": "gradient_spread", "training loss, all terms": "train_loss",
-}  # fmt: skip
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "figure.constrained_layout.use": True,
+    "savefig.dpi": 150,
+    "text.parse_math": False,
+}
+PANELS = {  # column of metrics.csv -> title; a column without numbers gets no panel
+    "id_accuracy": "ID accuracy (percent)",
+    "ood_accuracy": "OOD accuracy (percent)",
+    "neutral_accuracy": "colour-neutral accuracy (percent)",
+    "rare_accuracy": "on the rare classes (percent)",
+    "turned_accuracy": "accuracy of the turned silos (percent)",
+    "mE": "mean uncertainty mE (nats)",
+    "mP": "perplexity mP",
+    "gradient_spread": "spread of the clients' gradients",
+    "train_loss": "training loss, all terms",
+}
 
 
 @contextmanager
@@ -51,39 +63,36 @@ def drawn(file: Path, width: float, height: float) -> Iterator[Figure]:
 
 
 def curves(file: Path, runs: Mapping[str, Sequence[Rows]]) -> None:
-    """Columns of metrics.csv against rounds: a line for each label, the mean of its runs, and a band over all of them.
+    """Columns of metrics.csv against rounds: each label's mean over its runs, and a band over all.
 
-    runs  label -> the rows of each run
+    runs  label -> the rows of each of its runs
     """
-    rows = next(iter(runs.values()))[0]
-    panels = {
-        title: c for title, c in PANELS.items() if any(row.get(c) is not None for row in rows)
-    }
+    everything = [row for of_label in runs.values() for rows in of_label for row in rows]
+    panels = [column for column in PANELS if any(column in row for row in everything)]
     with drawn(file, 2.6 * len(panels), 2.9) as figure:
-        for axes, (title, column) in zip(
-            figure.subplots(1, len(panels)), panels.items(), strict=True
-        ):
+        all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, column in zip(all_axes, panels, strict=True):
             scale = 100 if column.endswith("accuracy") else 1
-            for i, (name, of_runs) in enumerate(runs.items()):
-                lines = [
-                    {row["round"]: row[column] for row in rows if row.get(column) is not None}
-                    for rows in of_runs
-                ]
-                at = sorted(set.intersection(*map(set, lines)))
-                values = scale * np.array([[line[t] for t in at] for line in lines])
-                axes.plot(at, values.mean(0), LINES[i], color=COLOURS[i], label=name)
-                axes.fill_between(
-                    at, values.min(0), values.max(0), color=COLOURS[i], alpha=0.15, lw=0
-                )
-            axes.set(title=title, xlabel="round", ylim=(0, None))
+            for i, (label, of_label) in enumerate(runs.items()):
+                at, values = series(of_label, column)
+                axes.plot(at, scale * values.mean(0), LINES[i % 4], color=COLOURS[i], label=label)
+                low, high = scale * values.min(0), scale * values.max(0)
+                axes.fill_between(at, low, high, color=COLOURS[i], alpha=0.15, lw=0)
+            axes.set(title=PANELS[column], xlabel="round", ylim=(0, None))
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        figure.legend(
-            *figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(runs)
-        )
+        handles = all_axes[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=len(runs))
+
+
+def series(runs: Sequence[Rows], column: str) -> tuple[list[int], np.ndarray]:
+    """The rounds in which all runs have a number in this column, and the numbers [runs, rounds]."""
+    found = [{row["round"]: row[column] for row in rows if column in row} for rows in runs]
+    at = sorted(set.intersection(*map(set, found)))
+    return at, np.array([[of_run[t] for t in at] for of_run in found]).reshape(len(runs), -1)
 
 
 def partition(file: Path, data: Dataset, clients: Clients) -> None:
-    """Which client holds what: training samples of each client by class, and by domain if there are domains."""
+    """Which client holds what: its training samples by class, and by domain if there are domains."""
     panels = {"class": (data.y, data.classes)}
     if data.domain is not None:
         panels["domain"] = (data.domain, data.domains)
@@ -116,7 +125,7 @@ def heat(
 def label_weights(
     file: Path, counts: Tensor, entropies: Tensor, weights: Mapping[str, Tensor]
 ) -> None:
-    """The labels, the entropy and the aggregation weights of clients, in the order of their entropy.
+    """The labels, the entropy and the aggregation weights of clients, ordered by their entropy.
 
     counts     [M, C] labels of each client
     entropies  [M] in nats
@@ -138,7 +147,7 @@ def label_weights(
 
 
 def group_colours(clients: Clients) -> dict[str, str]:
-    """A colour for each group of participating clients. The smallest group, often the rare one, stands out."""
+    """A colour for each group of participating clients. The smallest group stands out."""
     groups = clients.groups[: clients.participating]
     by_size = sorted(sorted(set(groups)), key=groups.count)
     return {group: colour for group, colour in zip(by_size, [COLOURS[1], "0.6", *COLOURS[2:]])}
@@ -160,7 +169,7 @@ def times_selected(axes: Axes, rows: Rows, clients: Clients) -> None:
 
 
 def similarity(file: Path, cosines: Tensor, clients: Clients, rows: Rows) -> None:
-    """The cosine similarities of the clients' latest updates [M, M], and how often each was selected."""
+    """The cosines of the clients' latest updates [M, M], and how often each was selected."""
     itself = torch.eye(len(cosines), dtype=torch.bool)
     with drawn(file, 7.6, 4.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
@@ -174,11 +183,11 @@ def similarity(file: Path, cosines: Tensor, clients: Clients, rows: Rows) -> Non
 def hull(
     file: Path, known: Tensor, points: Tensor, vertices: Tensor, clients: Clients, rows: Rows
 ) -> None:
-    """The clients' updates after the last round, as points in a plane, and how often each was selected.
+    """The clients' latest updates, as points in a plane, and how often each was selected.
 
     known     the ids of the clients with an update, int64 [n]
     points    their first two principal components [n, up to 2]
-    vertices  the ids of those on the hull; with more than two dimensions, some lie inside the drawn hull
+    vertices  the ids of those on the hull; in the plane, some of them lie inside the drawn hull
     """
     xy = np.zeros((len(points), 2))
     xy[:, : points.shape[1]] = points.numpy()

@@ -1,8 +1,9 @@
-"""Several processes that work on one run, called ranks: `--processes N`, or `torchrun` for several machines.
+"""Several processes that work on one run, called ranks: `--processes N`, or torchrun.
 
-Every rank runs the whole program. The ranks share the training and the evaluation, exchange the results, and then all
-compute the same server step. Only the first rank writes files and prints. Each rank computes with one thread, so a
-result depends neither on the number of ranks nor on the number of cores.
+Every rank runs the whole program. The ranks share the training and the evaluation, exchange the
+results, and then all compute the same server step. Only the first rank writes files and prints.
+Each rank computes with one thread, so a result depends neither on the number of ranks nor on the
+number of cores.
 """
 
 import logging
@@ -64,7 +65,7 @@ def launch(main: Callable[[], object]) -> None:
 
 
 def how_many(processes: int | None, device: str, most: int) -> int:
-    """How many ranks to start: `processes`, or one per GPU or core, but no more than `most` and GPUs.
+    """How many ranks to start: `processes`, or one per GPU or core, but at most `most` and GPUs.
 
     Only a program that launch() runs is forked. Raises UserError if torchrun has started the ranks.
     """
@@ -79,7 +80,7 @@ def how_many(processes: int | None, device: str, most: int) -> int:
 
 
 def cores() -> int:
-    """How many cores this program may use, by its affinity and its container (cgroup 2); 1 where it cannot fork."""
+    """How many cores this program may use, by its affinity and its container; 1 if not on Linux."""
     count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
     with suppress(OSError, ValueError):  # there is no such file, or it says "max"
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
@@ -90,10 +91,11 @@ def cores() -> int:
 def start(work: Callable[[], None], count: int) -> None:
     """Runs work() in `count` ranks on this machine, and waits until all have ended.
 
-    The ranks are forked, so they share the memory of what is loaded by now. If one ends early, so do the others. Raises
-    the UserError or OSError that a rank has met, or ChildProcessError if one was killed.
+    The ranks are forked, so they share the memory of what is loaded by now. If one ends early, so
+    do the others. Raises the UserError or OSError that a rank has met, or ChildProcessError if one
+    was killed.
     """
-    from torch import _dynamo  # noqa: F401  (the first optimizer imports it: seconds for every rank)
+    from torch import _dynamo  # noqa: F401  (the first optimizer would, for seconds, in each rank)
 
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
@@ -150,7 +152,7 @@ def connect(device: torch.device) -> None:
 
 
 def agree(facts: dict) -> None:
-    """Raises UserError if the ranks do not have the same facts, by name: then they would train different models."""
+    """Raises UserError if the ranks differ in these facts, so that they would not fit together."""
     if COUNT > 1:
         of_ranks: list[dict] = [{}] * COUNT
         dist.all_gather_object(of_ranks, facts)
@@ -158,15 +160,14 @@ def agree(facts: dict) -> None:
             name for name in facts if any(other[name] != of_ranks[0][name] for other in of_ranks)
         ]
         if names:
-            raise UserError(
-                f"the processes differ in their {' and '.join(names)}: start all of them with the same"
-            )
+            raise UserError(f"the processes differ in their {' and '.join(names)}: start all alike")
 
 
 def share_out(sizes: Sequence[int]) -> list[int]:
-    """Divides pieces of work of these sizes among the ranks. Returns the indices of this rank's pieces.
+    """Divides pieces of work of these sizes among the ranks. Returns the indices of this rank's.
 
-    The largest piece goes first, and each goes to the rank with the least work, or the first of those with equal work.
+    The largest piece goes first, and each goes to the rank with the least work, or the first of
+    those with equal work.
     """
     load, mine = [0] * COUNT, []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -185,7 +186,7 @@ def sum_over(values: Tensor) -> Tensor:
 
 
 def gather(rows: dict[int, Tensor], count: int, device: torch.device) -> Tensor:
-    """The ranks' rows 0 .. count-1, each a vector of n numbers that one of the ranks has: [count, n] on the device."""
+    """The rows 0 .. count-1, vectors of n numbers of which each rank has some: [count, n]."""
     if COUNT == 1:
         return torch.stack([rows[i] for i in range(count)])
     size = torch.tensor(max((len(row) for row in rows.values()), default=0))

@@ -1,4 +1,4 @@
-"""What stays on disk, and what the user sees: flags, metrics, checkpoints and progress of one run."""
+"""What stays on disk, and what the user sees: flags, metrics, checkpoints and progress."""
 
 import json
 import sys
@@ -22,20 +22,21 @@ FREE = ("resume", "device", "data_dir", "processes")  # flags that a resumed run
 
 
 class Run:
-    """The folder args.out of a run, with args.json, metrics.csv, checkpoint.pt, model.pt and pictures.
+    """A run and its folder args.out: args.json, metrics.csv, checkpoint.pt, model.pt and pictures.
 
     kept  what the run was told to keep at the end of its last round; empty in a new run
     rows  what metrics.csv holds, one dict per round, with numbers as numbers and lists as lists
     t     the last finished round; within a round, that round
     due   whether the accuracies of this round are to be measured
 
-    Raises UserError if the folder is taken, or if its checkpoint belongs to other flags, data or code.
+    Raises UserError if the folder is taken, or if its checkpoint belongs to other flags, data or
+    code.
     """
 
     def __init__(self, args: Namespace, data: Dataset, clients: Clients):
         self.args, self.data, self.clients, self.folder = args, data, clients, Path(args.out)
         self.kept, self.rows, self.t, self.due = {}, [], 0, False
-        ours = (*FREE, "out", "name", "code")
+        ours = (*FREE, "out", "name", "code", "is_example")
         flags = {flag: value for flag, value in vars(args).items() if flag not in ours}
         self.facts = {"flags": flags, "data": data.fingerprint(), "code": args.code}
         self.saved_at = self.started = time.monotonic()
@@ -74,9 +75,14 @@ class Run:
         """Makes the folder and starts the clock, unless this has been done."""
         if self.bar:
             return
-        shape = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
-        self.bar = tqdm(total=self.args.rounds, initial=self.t, bar_format=shape, disable=ranks.RANK > 0,
-                        mininterval=0.2 if sys.stderr.isatty() else 60)  # fmt: skip
+        self.bar = tqdm(
+            desc=f"{self.args.name} round {self.t}",
+            total=self.args.rounds,
+            initial=self.t,
+            bar_format="{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
+            mininterval=0.2 if sys.stderr.isatty() else 60,
+            disable=ranks.RANK > 0,
+        )
         if ranks.RANK == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             about = {
@@ -126,7 +132,7 @@ class Run:
         self.saved_at = time.monotonic()
 
     def finish(self, model: nn.Module, theta: Tensor) -> "Run":
-        """Saves the model with weights theta (its state_dict, in model.pt) and the last checkpoint. Returns this run."""
+        """Saves the last checkpoint, and the model with weights theta. Returns this run."""
         self.bar.close()
         self.save()
         train.set_weights(model, theta)
@@ -135,7 +141,7 @@ class Run:
         return self
 
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
-        """Calls write(part). Then `part` takes the place of the file, so a run that is killed leaves the old one."""
+        """Calls write(part) and then renames the part, so a kill leaves the old file whole."""
         if ranks.RANK == 0:
             part = self.folder / f"{name}.part"
             try:
@@ -145,13 +151,13 @@ class Run:
             part.replace(self.folder / name)
 
     def mean_of_last(self, column: str, count: int = 5) -> float | None:
-        """The mean of this column over the last `count` evaluations; None if the run has no such number."""
+        """The mean of this column over the last `count` evaluations; None if there is none."""
         found = [row[column] for row in self.rows if row.get(column) is not None][-count:]
         return sum(found) / len(found) if found else None
 
 
 def check_free(folder: Path) -> None:
-    """Raises UserError if this folder holds something, so that a run never overwrites another one."""
+    """Raises UserError if this folder holds something, so that no run overwrites another one."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
             f"{folder} is taken: choose another --out, or continue the run in it with --resume"
@@ -159,7 +165,7 @@ def check_free(folder: Path) -> None:
 
 
 def _cell(value) -> str:
-    """A value as it stands in metrics.csv: numbers to six digits, a list as numbers with spaces between them."""
+    """A value as it stands in metrics.csv: numbers have six digits, lists have spaces inside."""
     if isinstance(value, list):
         return " ".join(map(_cell, value))
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)

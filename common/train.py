@@ -1,8 +1,8 @@
 """Trains the clients of a round, and evaluates models.
 
-A method says what a client does, in a function such as `client_update`. The trainer says where, in which order and in
-which precision it runs. A model travels as one vector theta [P]: its parameters in their order, then its floating-point
-buffers (the statistics of batch norm).
+A method says what a client does, in a function such as `client_update`. The trainer says where, in
+which order and in which precision it runs. A model travels as one vector theta [P]: its parameters
+in their order, then its floating-point buffers (the statistics of batch norm).
 """
 
 from argparse import Namespace
@@ -25,7 +25,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 def local_solver(
     model: nn.Module, theta: Tensor, batches: Batches, optimizer: torch.optim.Optimizer, autocast
 ):
-    """Plain local training of one client, for papers that leave the local solver open. Returns the mean loss."""
+    """Plain local training of one client, for papers that leave it open. Returns the mean loss."""
     set_weights(model, theta)
     total, samples = 0.0, 0
     for x, y in batches:
@@ -71,9 +71,9 @@ def unflatten(model: nn.Module, theta: Tensor) -> list[Tensor]:
 class Trainer:
     """Local training and evaluation of these clients.
 
-    args      seed, and the settings of local training: local_epochs, batch_size, lr, optimizer ("sgd"
-              or "adam", new for each client in each round), momentum, and precision ("float32", or
-              "bfloat16": autocast, while the weights stay in float32)
+    args      seed, and the settings of local training: local_epochs, batch_size, lr, optimizer
+              ("sgd" or "adam", new for each client in each round), momentum, and precision
+              ("float32", or "bfloat16": autocast, while the weights stay in float32)
     progress  called with the share of a round's training that has just been done
     """
 
@@ -111,14 +111,14 @@ class Trainer:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The selected clients, int64 [K], train from theta in round t, each on its own samples.
 
-        client_update  called as client_update(model, theta, batches, optimizer, autocast, ...); trains
-                       `model` from theta on the batches (x, y), and returns the mean loss
-        each           name -> one value per client id, which client_update gets as a keyword argument
+        client_update  called as client_update(model, theta, batches, optimizer, autocast, ...);
+                       trains `model` from theta on the batches (x, y), and returns the mean loss
+        each           name -> one value per client id, for client_update as a keyword argument
         options        keyword arguments of client_update that are the same for all clients
 
-        A client with weights or a loss that are not finite is left out. Returns three tensors for the
-        others: their ids, int64 [K'], and on the device their weights `thetas` [K', P] and losses [K'].
-        Raises UserError if no client is left.
+        A client with weights or a loss that are not finite is left out. Returns three tensors for
+        the others: their ids, int64 [K'], and on the device their weights `thetas` [K', P] and
+        losses [K']. Raises UserError if no client is left.
         """
 
         def work(k: int, share: float, **own) -> Tensor:
@@ -150,7 +150,7 @@ class Trainer:
         each: Mapping[str, Sequence] = {},
         **options,
     ) -> Tensor:
-        """What `function` computes for each of these clients, int64 [K], in evaluation mode: [K, n].
+        """What `function` computes for each of these clients, int64 [K]: a matrix [K, n].
 
         function  called as function(model, batches, autocast, ...), where the model has the weights
                   theta, and the batches are all of samples[client], in order; returns a vector [n]
@@ -204,8 +204,8 @@ class Trainer:
         """The accuracies of the model with weights theta, by column of metrics.csv.
 
         id_accuracy    on the held-out samples of all participating clients together
-        id_selected    the same for the clients selected in this round, int64 [K]: the ID of Wu et al.
-        ood_accuracy   on clients.ood, and so on for the other test sets of clients.tests, if there are any
+        id_selected    the same for the clients selected in this round, int64 [K]: Wu et al.'s ID
+        ood_accuracy   on clients.tests["ood"], and so on for the other test sets there
         selected_size  mean number of training samples of the selected clients (not an accuracy)
         """
         of_selected = torch.cat([self.clients.test[k] for k in selected.tolist()])
@@ -219,9 +219,10 @@ class Trainer:
     def accuracy_and_loss(
         self, model: nn.Module, theta: Tensor, parts: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Accuracy and mean cross-entropy of the model with weights theta on each part, two tensors [len(parts)].
+        """Accuracy and mean cross-entropy of the model with weights theta on each of these parts.
 
-        Raises UserError if a cross-entropy is not finite: the largest of NaN logits would count as class 0.
+        Returns two tensors [len(parts)]. Raises UserError if a cross-entropy is not finite, because
+        the largest of NaN logits would count as class 0.
         """
         set_weights(model, theta)
         model.eval()

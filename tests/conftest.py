@@ -1,5 +1,6 @@
 import csv
 import functools
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -8,16 +9,16 @@ import torch
 from matplotlib.figure import Figure
 
 import common.data
-import common.ranks
-import common.runs
+from common import flags, ranks, runs
 from common.data import Dataset
+from common.splits import Clients
 from common.train import Trainer
 
-torch.set_num_threads(1)  # the models here are too small to share, and tests often run beside other work
+torch.set_num_threads(1)  # the models here are too small to share between cores
 
 
 def make_tiny(n_train=120, n_test=60, size=8) -> Dataset:
-    """Noisy 8x8 images of three classes. The class is the quarter that is bright. The second domain is darker."""
+    """Noisy 8x8 images of three classes: the bright quarter. The second domain is darker."""
     rng = np.random.default_rng(0)
     n = n_train + n_test
     y, domain = rng.integers(0, 3, n), np.arange(n) % 2
@@ -25,11 +26,18 @@ def make_tiny(n_train=120, n_test=60, size=8) -> Dataset:
     half = size // 2
     for i in range(n):
         top, left = divmod(int(y[i]), 2)
-        x[i, 0, top * half : (top + 1) * half, left * half : (left + 1) * half] += 180 - 100 * domain[i]
+        x[i, 0, top * half :, left * half :][:half, :half] += 180 - 100 * domain[i]
     return Dataset(
         "tiny", torch.from_numpy(x).to(torch.uint8), torch.from_numpy(y), torch.arange(n_train),
         torch.arange(n_train, n), ["a", "b", "c"], torch.from_numpy(domain), ["light", "dark"],
     )  # fmt: skip
+
+
+def settings(**changes) -> Namespace:
+    """All shared flags with their defaults, but for these changes."""
+    words = ["--out", "run", "--precision", "float32", "--device", "cpu"]
+    args = flags.parse(__file__, "Test", {"mnist": {}}, {}, lambda add: None, words)
+    return Namespace(**{**vars(args), "seed": 0, **changes})
 
 
 def read_rows(folder) -> list[dict[str, str]]:
@@ -38,14 +46,23 @@ def read_rows(folder) -> list[dict[str, str]]:
         return list(csv.DictReader(f))
 
 
+def outcome(folder) -> tuple[bytes, list[dict[str, str]]]:
+    """What a run leaves, without the seconds that it took: model.pt and the rows of metrics.csv."""
+    rows = read_rows(folder)
+    for row in rows:
+        del row["seconds"]
+    return (folder / "model.pt").read_bytes(), rows
+
+
 drawn = functools.cache(common.data.glyphs)
 
 
 @pytest.fixture(autouse=True)
-def glyphs_are_drawn_once(monkeypatch):
+def alone(monkeypatch):
+    """Draws glyphs once, never forks pytest, and lets the folders of two tests have one path."""
     monkeypatch.setattr(common.data, "glyphs", drawn)
-    monkeypatch.setattr(common.ranks, "cores", lambda: 1)  # or a test of launch() would fork pytest
-    common.data.load.cache_clear()  # the folders of two tests may have one path
+    monkeypatch.setattr(ranks, "cores", lambda: 1)
+    common.data.load.cache_clear()
 
 
 @pytest.fixture
@@ -55,7 +72,10 @@ def tiny():
 
 @pytest.fixture
 def trainer(tiny):
-    return Trainer(tiny, torch.device("cpu"), seed=0, epochs=2, batch_size=16, lr=0.1)
+    """A trainer of three clients with 40 training and 20 test samples each."""
+    clients = Clients([*tiny.train.split(40)], [*tiny.test.split(20)], 3, 2, [""] * 3, {})
+    args = settings(local_epochs=2, batch_size=16, lr=0.1)
+    return Trainer(tiny, clients, torch.device("cpu"), args)
 
 
 DRAWN = set()
@@ -64,25 +84,25 @@ savefig = Figure.savefig
 
 @pytest.fixture
 def start(monkeypatch, tmp_path):
-    """start(method, "--flag value ...") runs a method on the tiny data set in a temporary folder, which it returns."""
+    """start(method, "--flag value ...") runs a method on the tiny data. Returns the folder above."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(common.data, "load", lambda name, *args: make_tiny())
 
     def run_method(method, flags):
         def draw_once(self, file, **options):
-            """Draws each picture of each method the first time only: most of a tiny run's time would go into them."""
-            picture = method, Path(file).name if isinstance(file, Path) else None
-            if picture in DRAWN and isinstance(file, Path):
-                file.write_bytes(b"drawn before")
+            """Draws each picture once: most of a tiny run's time would go into them."""
+            picture = method, Path(file).name
+            if picture in DRAWN:
+                Path(file).write_bytes(b"drawn before")
             else:
                 savefig(self, file, **options)
             DRAWN.add(picture)
 
-        usual = [] if "--resume" in flags else ["--precision", "float32"]  # the same on every machine
-        usual += [] if "--device" in flags else ["--device", "cpu"]
+        first = "" if "--resume" in flags else "--precision float32 "
+        first += "" if "--device" in flags else "--device cpu "
         with monkeypatch.context() as patch:
             patch.setattr(Figure, "savefig", draw_once)
-            method.main([*usual, *flags.split()])
+            method.main((first + flags).split())
         return tmp_path
 
     return run_method
@@ -92,29 +112,22 @@ def start(monkeypatch, tmp_path):
 def start_and_stop(start, monkeypatch):
     """start_and_stop(method, "--flag value ...", round, folder) starts a run that Ctrl-C ends.
 
-    Ctrl-C comes in this round of the run in this folder, before the round's checkpoint. All earlier rounds have one.
+    Ctrl-C comes in this round of the run in this folder, before the round's checkpoint. All earlier
+    rounds have one.
     """
 
     def run_method(method, flags, round, folder):
-        record, save = common.runs.Run.record, common.runs.Run.save
+        save = runs.Run.save
 
-        def record_and_stop(self, *args, **values):
-            record(self, *args, **values)
+        def save_or_stop(self):
             if self.t == round and self.folder.name == folder:
-                saved = self.folder / "checkpoint.pt"
-                assert round == 1 or torch.load(saved)["state"]["round"] == round - 1
                 raise KeyboardInterrupt
-
-        def save_in_no_time(self, state):
-            save(self, state)
-            self.save_took = 0.0  # the clock below is too fast for the rule about slow checkpoints
+            save(self)
 
         with monkeypatch.context() as patch:
-            patch.setattr(common.runs.Run, "record", record_and_stop)
-            patch.setattr(common.runs.Run, "save", save_in_no_time)
-            patch.setattr(common.runs.time, "monotonic", iter(range(0, 10**6, 20)).__next__)
+            patch.setattr(runs, "SAVE_EVERY", -1)
+            patch.setattr(runs.Run, "save", save_or_stop)
             with pytest.raises(KeyboardInterrupt):
                 start(method, flags)
-        assert common.runs.Run.record is record and common.runs.Run.save is save
 
     return run_method
