@@ -57,7 +57,7 @@ from common.setup import prepare
 
 def usable_rows(g: Tensor) -> Tensor:
     """The rows of g [M, P] that have a direction, int64: those that are finite and not zero."""
-    length = g.norm(dim=1)
+    length = torch.linalg.vector_norm(g, dim=1, dtype=torch.float64)
     return torch.nonzero((length > 0) & torch.isfinite(length)).flatten()
 
 
@@ -77,9 +77,8 @@ def principal_components(g: Tensor, dim: int, scale: bool = False) -> Tensor:
         length = gram.diagonal().sqrt()
         gram = gram / (length[:, None] * length)
     size = gram.diagonal().mean().item()
-    gram = (
-        gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()
-    )  # products of the centred rows
+    # the products of the centred rows
+    gram = gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(0), vectors.flip(1)
     spanned = int((values > 1e-5 * size).sum())  # smaller values are the rounding of float32

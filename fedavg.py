@@ -87,9 +87,7 @@ def select(args, clients, trainer, model, theta: Tensor, t: int) -> Tensor:
 def federate(args) -> runs.Run:
     """Algorithm 1 with these flags."""
     _, clients, model, trainer, run = prepare(args)
-    theta = run.kept.get(
-        "theta", train.get_weights(model)
-    )  # line 1, or where a resumed run stopped
+    theta = run.kept.get("theta", train.get_weights(model))  # line 1, or of a resumed run
     for t in run.rounds(args.rounds):  # line 2
         selected = select(args, clients, trainer, model, theta, t)  # line 3
         # Lines 5 to 12 on each selected client; `trained` are those whose upload is finite.

@@ -133,9 +133,8 @@ def client_update(model, theta, batches, optimizer, autocast, global_gradient, g
     total, samples = 0.0, 0
     for x, y in batches:  # lines 7, 8
         with autocast():
-            loss = fediir_loss(
-                model.features, model.classifier, x, y, global_gradient, gamma
-            )  # line 10
+            parts = model.features, model.classifier
+            loss = fediir_loss(*parts, x, y, global_gradient, gamma)  # line 10
         optimizer.zero_grad()
         loss.backward()  # line 10
         optimizer.step()  # line 11

@@ -62,9 +62,7 @@ def cosines(g: Tensor) -> Tensor:
     products = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
     for part in g.split(2**11, dim=1):  # short float32 sums, added up in float64
         products += part @ part.T
-    products = (
-        products + products.T
-    ) / 2  # else two clients at equal distance could differ by rounding
+    products = (products + products.T) / 2  # so that ties are ties, in spite of rounding
     length = products.diagonal().sqrt()
     return products / (length[:, None] * length)
 
@@ -77,7 +75,7 @@ def largest_similarity(similarity: Tensor) -> Tensor:
 
 def usable_rows(g: Tensor) -> Tensor:
     """The rows of g [M, P] that have a direction, int64: those that are finite and not zero."""
-    length = g.norm(dim=1)
+    length = torch.linalg.vector_norm(g, dim=1, dtype=torch.float64)
     return torch.nonzero((length > 0) & torch.isfinite(length)).flatten()
 
 
@@ -95,9 +93,7 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
         raise ValueError(f"g must be [clients, parameters], not {tuple(g.shape)}")
     usable = usable_rows(g)
     if not 1 <= k <= len(usable):
-        raise ValueError(
-            f"k = {k}: choose between 1 and the {len(usable)} usable updates (of {len(g)})"
-        )
+        raise ValueError(f"k = {k}: choose between 1 and the {len(usable)} usable updates")
     score = largest_similarity(cosines(g[usable]))
     return usable[score.sort(stable=True, descending=largest).indices[:k]].sort().values
 

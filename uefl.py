@@ -136,9 +136,8 @@ class ExtensibleCodebook(nn.Module):
                     torch.addmm((c**2).sum(1), z - centre, c.T, alpha=-2).argmin(1)
                 ]  # line 13, equation 4
             c = self.codewords[index]
-            loss = self.commitment * F.mse_loss(z, c.detach()) + self.beta * F.mse_loss(
-                c, z.detach()
-            )  # line 15
+            loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
+            loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
             straight_through = z + (c - z).detach()
         return (
             straight_through.view(tokens.shape),
@@ -217,9 +216,10 @@ def client_update(model, theta, batches, optimizer, autocast, allowed):
     for x, y in batches:
         with autocast():
             logits, code_loss = model(x, allowed)  # lines 12 to 15
-            loss = F.cross_entropy(logits, y) + code_loss  # lines 16, 17
+            task_loss = F.cross_entropy(logits, y)  # line 16
+            loss = code_loss + task_loss
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # line 17
         optimizer.step()  # line 17
         total += len(y) * loss.detach()
         samples += len(y)

@@ -34,9 +34,8 @@ def glyphs(n_train: int = 12_000, n_test: int = 2_000, seed: int = 0) -> dict:
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     faces = [folder / f"{face}.ttf" for family in FONTS.values() for face in family]
     family_of = torch.tensor([f for f, family in enumerate(FONTS.values()) for _ in family])
-    stencils = torch.stack(
-        [_stencil(str(face), digit) for face in faces for digit in range(10)]
-    )  # [faces*10, 56, 56]
+    stencils = [_stencil(str(face), digit) for face in faces for digit in range(10)]
+    stencils = torch.stack(stencils)  # [faces*10, 56, 56]
     strokes = torch.stack([F.max_pool2d(stencils, k, stride=1, padding=k // 2) for k in (1, 3, 5)])
 
     g = torch.Generator().manual_seed(seed)

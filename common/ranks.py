@@ -25,14 +25,10 @@ from torch.multiprocessing import ProcessExitedException, start_processes
 
 from common import UserError, first_line
 
-RANK, COUNT, MEETING = (
-    0,
-    1,
-    "env://",
-)  # MEETING: where the ranks find each other; torchrun tells by environment
-if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= set(
-    os.environ
-):  # torchrun has started this program
+RANK, COUNT = 0, 1
+MEETING = "env://"  # where the ranks find each other
+BY_TORCHRUN = {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= set(os.environ)
+if BY_TORCHRUN:
     RANK, COUNT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 _may_fork = False
 
@@ -99,21 +95,18 @@ def start(work: Callable[[], None], count: int) -> None:
 
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = start_processes(
-            _rank, (work, count, Path(folder)), count, join=False, start_method="fork"
-        )
+        arguments = (work, count, Path(folder))
+        ranks = start_processes(_rank, arguments, count, join=False, start_method="fork")
         try:
             while not ranks.join(grace_period=1):
                 pass
         except ProcessExitedException as e:
             for error in Path(folder).glob("error*"):
                 raise pickle.loads(error.read_bytes()) from None
-            memory = (
-                ", perhaps for lack of memory: use fewer --processes"
-                if e.signal_name == "SIGKILL"
-                else ""
-            )
-            raise ChildProcessError(f"a process was ended by {e.signal_name}{memory}") from e
+            message = f"a process was ended by {e.signal_name}"
+            if e.signal_name == "SIGKILL":
+                message += ", perhaps for lack of memory: use fewer --processes"
+            raise ChildProcessError(message) from e
         finally:
             for process in ranks.processes:
                 process.kill()
@@ -134,9 +127,7 @@ def _rank(rank: int, work: Callable[[], None], count: int, folder: Path) -> None
         (folder / f"error{rank}").write_bytes(pickle.dumps(e))
         sys.exit(1)
     except RuntimeError:
-        time.sleep(
-            0.5
-        )  # if the reason is that another rank was killed, the parent should find that one first
+        time.sleep(0.5)  # if another rank was killed, the parent should find that one first
         raise
 
 

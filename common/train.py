@@ -228,19 +228,16 @@ class Trainer:
         model.eval()
         chunks = [part.split(self.chunk) for part in parts]
         pieces = [chunk for of_part in chunks for chunk in of_part]
-        sums = torch.zeros(len(pieces), 2, device=self.device)
+        sums = torch.zeros(len(pieces), 2, device=self.device)  # each row is known to one rank
         for i in ranks.share_out([len(chunk) for chunk in pieces]):
             x, y = self.batch(pieces[i].to(self.device))
             with self.autocast():
                 logits = model(x).float()
             sums[i, 0] = (logits.argmax(1) == y).sum()
             sums[i, 1] = F.cross_entropy(logits, y, reduction="sum")
-        of_parts = ranks.sum_over(sums).split(
-            [len(of_part) for of_part in chunks]
-        )  # each row is known to one rank
-        accuracy, loss = torch.stack(
-            [rows.sum(0) / len(part) for rows, part in zip(of_parts, parts, strict=True)], 1
-        )
+        of_parts = ranks.sum_over(sums).split([len(of_part) for of_part in chunks])
+        means = [rows.sum(0) / len(part) for rows, part in zip(of_parts, parts, strict=True)]
+        accuracy, loss = torch.stack(means, 1)
         if not loss.isfinite().all():
             raise UserError(
                 "training diverged, because the model's logits are not finite: lower --lr"
