@@ -78,8 +78,8 @@ def power_of_choice(losses: Tensor, k: int) -> Tensor:
 def select(args, clients, trainer, model, theta: Tensor, t: int) -> Tensor:
     """The clients that train in round t (line 3), int64 [K]."""
     if args.selection == "power_of_choice":
-        _, losses = trainer.accuracy_and_loss(model, theta, clients.train[: clients.participating])
-        return power_of_choice(losses.cpu(), clients.sample)
+        _, losses, _ = trainer.measure(model, theta, clients.train[: clients.participating])
+        return power_of_choice(losses, clients.sample)
     sizes = clients.sizes[clients.ids] if args.selection == "by_size" else None
     return splits.draw(clients.ids, clients.sample, random_at(args.seed, "select", t), sizes)
 

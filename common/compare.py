@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from scipy.stats import t as student
 
 from common import UserError, plots, ranks
@@ -99,6 +100,8 @@ def run_all(args, federate, changes, plans, prediction, shows_in) -> Runs:
     rows = {name: [run.rows for run in of_name] for name, of_name in runs.items()}
     plots.curves(Path(args.out) / "curves.png", rows)
     report(runs, len({plan.seed for plan in plans}))
+    for of_name in runs.values():
+        describe(of_name[0])
     print(f"Metrics, models and pictures are in {args.out}")
     if prediction and args.is_example and len(runs) > 1:
         verdict(runs, prediction, shows_in)
@@ -148,6 +151,27 @@ def report(runs: Runs, seeds: int) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
     if seeds > 1 and baselines:
         print(f"In brackets: 95 % interval of the mean paired difference over {seeds} seeds")
+    run = runs[label][0]
+    tests = {"ID": run.clients.held_out, **run.clients.tests}
+    errors = [f"{98 / len(part) ** 0.5:.1f} ({name})" for name, part in tests.items()]
+    chance = percent(1 / len(run.data.classes))  # 98 / sqrt(n) is 1.96 standard errors at 50 %
+    print(f"Chance: {chance}. The images are so few that a number may err by {', '.join(errors)}")
+
+
+def describe(run: Run) -> None:
+    """Prints what the model does at the end, class by class, on the OOD or else the ID samples."""
+    row, classes = run.rows[-1], run.data.classes
+    if "predicted" not in row:
+        return
+    samples = run.clients.tests.get("ood", run.clients.held_out)
+    labels = torch.bincount(run.data.y[samples], minlength=len(classes)).tolist()
+    right = []
+    for name, hits, count in zip(classes[:20], row["hits"], labels, strict=False):
+        right.append(f"{name} {percent(hits / max(count, 1))}")
+    print(f"{run.args.name}, right by class: {', '.join(right)}")
+    most, name = max(zip(row["predicted"], classes, strict=True))
+    if most > 0.9 * len(samples):
+        print(f"  It nearly always answers {name}, so its accuracy is that of a constant answer.")
 
 
 def verdict(runs: Runs, prediction: str, shows_in: Mapping[str, str]) -> None:

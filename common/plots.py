@@ -112,6 +112,21 @@ def partition(file: Path, data: Dataset, clients: Clients) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
+def samples(file: Path, data: Dataset, count: int = 10) -> None:
+    """The first images of the first ten domains, one row for each, with their classes."""
+    width, domains = data.x.shape[3], min(len(data.domains), 10)
+    with drawn(file, 0.75 * count, 1.1 * domains) as figure:
+        all_axes = figure.subplots(domains, 1, squeeze=False)[:, 0]
+        for d, axes in enumerate(all_axes):
+            positions = torch.nonzero(data.domain == d).flatten()[:count]
+            row = torch.cat([*data.x[positions]], dim=2)  # side by side
+            axes.imshow(row.permute(1, 2, 0).numpy(), cmap="gray")
+            middles = [width * (i + 0.5) for i in range(len(positions))]
+            axes.set_xticks(middles, [data.classes[c] for c in data.y[positions]], fontsize=7)
+            axes.set(title=f"domain {data.domains[d]}", yticks=[])
+            axes.spines[:].set_visible(False)
+
+
 def heat(
     axes: Axes, values: Tensor, colours: str, label: str = "", top: float | None = None
 ) -> None:

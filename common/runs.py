@@ -39,10 +39,11 @@ class Run:
         ours = (*FREE, "out", "name", "code", "is_example")
         flags = {flag: value for flag, value in vars(args).items() if flag not in ours}
         self.facts = {"flags": flags, "data": data.fingerprint(), "code": args.code}
-        self.saved_at = self.started = time.monotonic()
-        self.bar = None
+        self.saved_at = self.started = self.began = time.monotonic()
+        self.bar, self.estimated = None, False
         if args.resume and (self.folder / "checkpoint.pt").exists():
             self._restore(self.folder / "checkpoint.pt")
+        self.begins_at = self.t
         ranks.agree({**self.facts, "round": self.t})
 
     def _restore(self, file: Path) -> None:
@@ -95,11 +96,20 @@ class Run:
                 "args.json", lambda part: part.write_text(json.dumps(about, indent=1) + "\n")
             )
             plots.partition(self.folder / "partition.png", self.data, self.clients)
+            if self.data.domains:
+                plots.samples(self.folder / "samples.png", self.data)
 
     def progress(self, share: float) -> None:
         """Moves the clock by this share of a round. Training before round 1 counts as none."""
         self._open()
         self.bar.update(min(share, self.t - self.bar.n))
+        elapsed, done = time.monotonic() - self.began, self.bar.n - self.begins_at
+        if self.estimated or elapsed < 20 or not done:
+            return
+        self.estimated = True
+        hours = elapsed / done * (self.bar.total - self.bar.n) / 3600
+        if hours > 2:
+            tqdm.write(f"{self.args.name}: this run will take about {hours:.0f} hours")
 
     def record(self, t: int, keep: dict, **values) -> None:
         """Ends round t: adds a row to metrics.csv, shows it, and saves from time to time.

@@ -85,7 +85,7 @@ class Trainer:
         args: Namespace,
         progress: Callable[[float], None] = lambda share: None,
     ):
-        self.x, self.y = data.x.to(device), data.y.to(device)
+        self.x, self.y, self.classes = data.x.to(device), data.y.to(device), len(data.classes)
         self.clients, self.device, self.args, self.progress = clients, device, args, progress
         self.chunk = 1000 if device.type == "cuda" else 250  # batch size of the evaluation
 
@@ -200,46 +200,54 @@ class Trainer:
                 yield self.batch(positions)
                 self.progress(share * len(positions) / (epochs * len(samples)))
 
-    def evaluate(self, model: nn.Module, theta: Tensor, selected: Tensor) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, theta: Tensor, selected: Tensor) -> dict:
         """The accuracies of the model with weights theta, by column of metrics.csv.
 
-        id_accuracy    on the held-out samples of all participating clients together
-        id_selected    the same for the clients selected in this round, int64 [K]: Wu et al.'s ID
-        ood_accuracy   on clients.tests["ood"], and so on for the other test sets there
-        selected_size  mean number of training samples of the selected clients (not an accuracy)
+        id_accuracy      on the held-out samples of all participating clients together
+        id_selected      the same for the clients selected in this round, int64 [K]: Wu et al.'s ID
+        ood_accuracy     on clients.tests["ood"], and so on for the other test sets there
+        predicted, hits  how often each class is predicted, and is right, on the OOD samples, or
+                         without these on those of id_accuracy
+        selected_size    mean number of training samples of the selected clients
         """
         of_selected = torch.cat([self.clients.test[k] for k in selected.tolist()])
         tests = {"id_accuracy": self.clients.held_out, "id_selected": of_selected}
-        tests |= {f"{name}_accuracy": positions for name, positions in self.clients.tests.items()}
-        accuracies, _ = self.accuracy_and_loss(model, theta, [*tests.values()])
+        tests |= {f"{name}_accuracy": samples for name, samples in self.clients.tests.items()}
+        accuracies, _, counts = self.measure(model, theta, [*tests.values()])
+        shown = [*tests].index("ood_accuracy" if "ood" in self.clients.tests else "id_accuracy")
+        predicted, hits = counts[shown].int().tolist()
+        measures = dict(zip(tests, accuracies.tolist(), strict=True))
         size = self.clients.sizes[selected].mean().item()
-        return {"selected_size": size, **dict(zip(tests, accuracies.tolist(), strict=True))}
+        return {**measures, "predicted": predicted, "hits": hits, "selected_size": size}
 
     @torch.no_grad()
-    def accuracy_and_loss(
+    def measure(
         self, model: nn.Module, theta: Tensor, parts: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Accuracy and mean cross-entropy of the model with weights theta on each of these parts.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The model with weights theta on each of these parts of the pool, int64.
 
-        Returns two tensors [len(parts)]. Raises UserError if a cross-entropy is not finite, because
-        the largest of NaN logits would count as class 0.
+        Returns accuracies [parts], mean cross-entropies [parts], and counts [parts, 2, classes]:
+        how often each class is predicted, and how often rightly. Raises UserError if the loss is
+        not finite, because the largest of NaN logits would count as class 0.
         """
         set_weights(model, theta)
         model.eval()
-        chunks = [part.split(self.chunk) for part in parts]
-        pieces = [chunk for of_part in chunks for chunk in of_part]
-        sums = torch.zeros(len(pieces), 2, device=self.device)  # each row is known to one rank
-        for i in ranks.share_out([len(chunk) for chunk in pieces]):
-            x, y = self.batch(pieces[i].to(self.device))
+        pieces = [(p, piece) for p, part in enumerate(parts) for piece in part.split(self.chunk)]
+        losses = torch.zeros(len(pieces), device=self.device)  # each is known to one rank
+        counts = torch.zeros(len(parts), 2, self.classes, device=self.device)
+        for i in ranks.share_out([len(piece) for _, piece in pieces]):
+            p, piece = pieces[i]
+            x, y = self.batch(piece.to(self.device))
             with self.autocast():
                 logits = model(x).float()
-            sums[i, 0] = (logits.argmax(1) == y).sum()
-            sums[i, 1] = F.cross_entropy(logits, y, reduction="sum")
-        of_parts = ranks.sum_over(sums).split([len(of_part) for of_part in chunks])
-        means = [rows.sum(0) / len(part) for rows, part in zip(of_parts, parts, strict=True)]
-        accuracy, loss = torch.stack(means, 1)
-        if not loss.isfinite().all():
-            raise UserError(
-                "training diverged, because the model's logits are not finite: lower --lr"
-            )
-        return accuracy, loss
+            losses[i] = F.cross_entropy(logits, y, reduction="sum")
+            guess = logits.argmax(1)
+            counts[p, 0] += torch.bincount(guess, minlength=self.classes)
+            counts[p, 1] += torch.bincount(guess[guess == y], minlength=self.classes)
+        losses, counts = ranks.sum_over(losses).cpu(), ranks.sum_over(counts).cpu()
+        if not losses.isfinite().all():
+            raise UserError("training diverged: the model's logits are not finite; lower --lr")
+        of_piece = torch.tensor([p for p, _ in pieces])
+        n = torch.tensor([len(part) for part in parts])
+        loss = torch.zeros(len(parts)).index_add(0, of_piece, losses) / n
+        return counts[:, 1].sum(1) / n, loss, counts
