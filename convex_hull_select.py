@@ -25,7 +25,7 @@ Where the paper is silent or unclear, or we differ (choices 1 and 2 change the r
    first --hull-dim principal components, which decides who is a vertex. Section IV-B2 speaks of the
    stored gradients, section V of "cosine similarity to construct the convex hull". The default is
    the gradients as they are, because scaled to length 1 (--no-raw) the selection was worse than
-   random on glyphs under label skew (results/wu.md).
+   random on glyphs under label skew (see results/).
 2. The paper selects all vertices. With --sample N, which is ours, at most N of them train, drawn at
    random; the example on glyphs has N = 10, so that the hull trains as many clients as minimax
    selection.
@@ -57,8 +57,8 @@ from common.setup import prepare
 
 def usable_rows(g: Tensor) -> Tensor:
     """The rows of g [M, P] that have a direction, int64: those that are finite and not zero."""
-    length = torch.linalg.vector_norm(g, dim=1, dtype=torch.float64)
-    return torch.nonzero((length > 0) & torch.isfinite(length)).flatten()
+    squares = torch.linalg.vector_norm(g, dim=1).square()  # their products must be finite, too
+    return torch.nonzero((squares > 0) & torch.isfinite(squares)).flatten()
 
 
 def principal_components(g: Tensor, dim: int, scale: bool = False) -> Tensor:
@@ -180,7 +180,7 @@ def federate(args) -> runs.Run:
 # is section V, with the Dirichlet alpha of its curves, as table 1 gives none. mnist, fmnist and
 # gtsrb, which the paper does not use, have EMNIST's, cifar100 has figure 8's, and folders have
 # NICO's (figure 9). The paper names its learning rate, 0.01, only for figures 7 to 9; ours is 0.1,
-# the best for random selection on CIFAR-10 (results/wu.md). The 200 rounds are ours.
+# the best for random selection on CIFAR-10 (see results/). The 200 rounds are ours.
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 RESNET = {"model": "resnet18", "local_epochs": 3, "batch_size": 16, "lr": 0.01, "rounds": 200}
 RARE = {

@@ -112,7 +112,7 @@ def federate(args) -> runs.Run:
 # tables 1 and 2 give none. mnist, fmnist and gtsrb, which the paper does not use, have EMNIST's,
 # cifar100 has those of figure 8, and NICO's (figure 9) stand for every folder. The paper names its
 # learning rate, 0.01, only for figures 7 to 9; elsewhere we use 0.1, the best one for random
-# selection on CIFAR-10 (results/wu.md). The 200 rounds and the 10 clients per round are our
+# selection on CIFAR-10 (see results/). The 200 rounds and the 10 clients per round are our
 # choices.
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 RESNET = {"model": "resnet18", "local_epochs": 3, "batch_size": 16, "lr": 0.01, "rounds": 200}

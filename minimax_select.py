@@ -36,7 +36,7 @@ Where the paper is silent or unclear
    out, too.
 7. The baselines of table 1: fedavg.py with --weighting equal, --selection random or
    power_of_choice, or all M clients (--sample M). Under label skew this method prefers clients with
-   many samples (results/wu.md), so there --selection by_size is a fair baseline, too. Active
+   many samples (see results/), so there --selection by_size is a fair baseline, too. Active
    selection (figures 8 and 9) is not here.
 
 In docs/variations/: noisy clients with the trimmed mean (figure 7), Shakespeare (table 1), clients
@@ -75,8 +75,8 @@ def largest_similarity(similarity: Tensor) -> Tensor:
 
 def usable_rows(g: Tensor) -> Tensor:
     """The rows of g [M, P] that have a direction, int64: those that are finite and not zero."""
-    length = torch.linalg.vector_norm(g, dim=1, dtype=torch.float64)
-    return torch.nonzero((length > 0) & torch.isfinite(length)).flatten()
+    squares = torch.linalg.vector_norm(g, dim=1).square()  # their products must be finite, too
+    return torch.nonzero((squares > 0) & torch.isfinite(squares)).flatten()
 
 
 def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
@@ -140,7 +140,7 @@ def federate(args) -> runs.Run:
 # is section V, with the Dirichlet alpha of its curves, as table 1 gives none. mnist, fmnist and
 # gtsrb, which the paper does not use, have EMNIST's, cifar100 has figure 8's, and folders have
 # NICO's (figure 9). The paper names its learning rate, 0.01, only for figures 7 to 9; ours is 0.1,
-# the best for random selection on CIFAR-10 (results/wu.md). The 200 rounds are ours.
+# the best for random selection on CIFAR-10 (see results/). The 200 rounds are ours.
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 RESNET = {"model": "resnet18", "local_epochs": 3, "batch_size": 16, "lr": 0.01, "rounds": 200}
 RARE = {

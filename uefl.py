@@ -74,6 +74,7 @@ In docs/variations/: those private codebooks, and deep ensembles instead of drop
         --sample 10                                                                    (table 12)
 """
 
+import warnings
 from argparse import BooleanOptionalAction
 
 import torch
@@ -84,8 +85,8 @@ from torch import Tensor
 
 from common import UserError, flags, plots, random_at, runs, splits, train
 from common.compare import compare
-from common.ranks import launch
 from common.devices import seeded
+from common.ranks import launch
 from common.setup import prepare
 
 
@@ -244,7 +245,8 @@ def client_codewords(model, batches, autocast, size, rng):
         segments = torch.cat(
             [model.encode(x).reshape(-1, model.codebook.codewords.shape[1]) for x, _ in batches]
         )
-    centroids, _ = kmeans2(segments.double().cpu().numpy(), size, minit="++", rng=rng)
+    with warnings.catch_warnings(action="ignore"):  # if segments are equal, codewords may be equal
+        centroids, _ = kmeans2(segments.double().cpu().numpy(), size, minit="++", rng=rng)
     return torch.from_numpy(centroids).to(segments.device, torch.float32).flatten()
 
 
@@ -352,7 +354,7 @@ def federate(args) -> runs.Run:
 
 # fmt: off
 # The example on glyphs is ours, with silos as in table 13. float32: bfloat16 may cost UEFL a point
-# (results/uefl.md).
+# (results/README.md).
 PAPER = {
     "partition": "silos", "rotate": [0, -50, 120], "silos": [3, 3, 3],  # section 4
     "codebook_size": 64, "gamma": 0.1,  # section 4

@@ -16,8 +16,8 @@ from common.runs import Run, check_free
 from common.setup import assemble, load
 
 SHOWN = [  # columns of metrics.csv in the table
-    "id_accuracy", "ood_accuracy", "id_selected", "neutral_accuracy", "rare_accuracy",
-    "rare_selected", "turned_accuracy", "turned_extended",
+    "id_accuracy", "ood_accuracy", "neutral_accuracy", "rare_accuracy", "rare_selected",
+    "turned_accuracy", "turned_extended",
 ]  # fmt: skip
 Runs = Mapping[str, Sequence[Run]]  # label -> its runs, in the order of the plans
 
@@ -98,8 +98,9 @@ def run_all(args, federate, changes, plans, prediction, shows_in) -> Runs:
         if left:
             print(f"{i + 1} of {len(plans)} done, {left / 60:.0f} minutes left", flush=True)
     rows = {name: [run.rows for run in of_name] for name, of_name in runs.items()}
-    plots.curves(Path(args.out) / "curves.png", rows)
-    report(runs, len({plan.seed for plan in plans}))
+    chance = 1 / len(runs[label][0].data.classes)
+    plots.curves(Path(args.out) / "curves.png", rows, chance)
+    report(runs, [*dict.fromkeys(plan.test_domain for plan in plans)])
     for of_name in runs.values():
         describe(of_name[0])
     print(f"Metrics, models and pictures are in {args.out}")
@@ -130,27 +131,35 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
-def report(runs: Runs, seeds: int) -> None:
-    """Prints how the runs ended, and with several seeds the paired differences to the baselines."""
-    columns = [c for c in SHOWN if all(c in run.rows[-1] for of in runs.values() for run in of)]
-    ends = {}  # name -> [seeds, columns], means over the test domains
-    for name, of_name in runs.items():
-        values = np.array([[run.mean_of_last(column) for column in columns] for run in of_name])
-        ends[name] = values.reshape(seeds, -1, len(columns)).mean(1)
+def report(runs: Runs, domains: Sequence[str]) -> None:
+    """Prints how the runs ended, with paired differences to the baselines if there are more seeds.
+
+    domains  the test domains that took turns; with several, each has rows of its own
+    """
     label, *baselines = runs
+    columns = [c for c in SHOWN if all(c in run.rows[-1] for of in runs.values() for run in of)]
+    ends = {}
+    for name, of_name in runs.items():
+        values = [[run.mean_of_last(column) for column in columns] for run in of_name]
+        ends[name] = np.array(values).reshape(-1, len(domains), len(columns))
+    parts = {"": slice(None)}
+    if len(domains) > 1:
+        parts |= {f", {domain}": slice(d, d + 1) for d, domain in enumerate(domains)}
     table = [["", *columns]]
-    for name, values in ends.items():
-        table.append([name, *map(percent, values.mean(0))])
-    for name in baselines if seeds > 1 else []:
-        bounds = [interval(differences) for differences in (ends[label] - ends[name]).T]
-        texts = ["{} ({} to {})".format(*map(percent, bound)) for bound in bounds]
-        table.append([f"{label} - {name}", *texts])
+    for part, of_part in parts.items():
+        means = {name: values[:, of_part].mean(1) for name, values in ends.items()}
+        for name, values in means.items():  # [seeds, columns]
+            table.append([name + part, *map(percent, values.mean(0))])
+        for name in baselines if len(means[label]) > 1 else []:
+            bounds = [interval(differences) for differences in (means[label] - means[name]).T]
+            texts = ["{} ({} to {})".format(*map(percent, bound)) for bound in bounds]
+            table.append([f"{label} - {name}{part}", *texts])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print("\nPercent, mean of the last evaluations (up to 5), over seeds and test domains")
     for row in table:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    if seeds > 1 and baselines:
-        print(f"In brackets: 95 % interval of the mean paired difference over {seeds} seeds")
+    if "(" in table[-1][-1]:
+        print("In brackets: the 95 % interval of the mean paired difference over the seeds")
     run = runs[label][0]
     tests = {"ID": run.clients.held_out, **run.clients.tests}
     errors = [f"{98 / len(part) ** 0.5:.1f} ({name})" for name, part in tests.items()]
@@ -179,7 +188,8 @@ def verdict(runs: Runs, prediction: str, shows_in: Mapping[str, str]) -> None:
     (label, ours), (name, theirs), *_ = runs.items()
     found, holds = [], True
     for column, side in shows_in.items():
-        here, there = (np.mean([run.mean_of_last(column) for run in of]) for of in (ours, theirs))
+        means = [np.mean([run.mean_of_last(column) for run in of]) for of in (ours, theirs)]
+        here, there = np.round(means, 3)  # what is printed as equal is a tie
         holds &= bool(here > there) if side == "above" else bool(here < there)
         found.append(f"{column} is {percent(here)} ({label}) and {percent(there)} ({name})")
     print(f"\nPrediction: {prediction}.\nThis run: {', '.join(found)}.", end=" ")

@@ -41,7 +41,7 @@ class Dataset:
     y        labels, int64 [N], indices into `classes`
     train    positions of the standard training samples, int64 [N_train]
     test     positions of the standard test samples; empty if the data set has no test set
-    domain   int64 [N], indices into `domains`; None if the data set has no domains
+    domain   int64 [N], indices into `domains`, or -1; None if the data set has no domains
     extra    positions of further test sets, by name
     """
 
@@ -112,7 +112,7 @@ def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
 
     n, different = len(data.train), {f"{angle % 360:g}" for angle in angles}
     if len(angles) > min(n, len(different)):
-        raise UserError(f"--rotate: {n} images and the angles {angles}; name each once, and fewer")
+        raise UserError(f"--rotate: {n} images for {angles}; name each angle once, and fewer")
     g = torch.Generator().manual_seed(seed)
     x, domain = data.x.clone(), torch.zeros_like(data.y)
     for part in (data.train, data.test):
@@ -192,17 +192,15 @@ def image_folder(folder: Path, image_size: int) -> Dataset:
     for path in folder.glob("[!.]*"):
         if path.is_dir() and path.name not in parts:
             raise UserError(f"{path} holds no images as <class>/*: add some, or remove it")
-    lower = {part.lower() for part in parts}
-    has_test = "train" in lower or "test" in lower
-    if has_test and lower != {"train", "test"}:
-        names = ", ".join(parts)
-        raise UserError(f"{folder} holds {names}: give train/ and test/, and no other folder")
-    held = set(zip(part_of, class_of, strict=True))
-    absent = {(part, name) for part in parts for name in classes} - held
-    if has_test and absent:
-        where = folder.joinpath(*min(absent))
-        raise UserError(f"{where} holds no images: add some, or remove the class")
-    if len(absent) > len(held):  # less than half, because NICO's contexts differ between classes
+    held = {(part.lower(), name) for part, name in zip(part_of, class_of, strict=True)}
+    wanted = {(part, name) for part in ("train", "test") for name in classes}
+    has_test = any(part in ("train", "test") for part, _ in held)
+    if has_test and held != wanted:
+        raise UserError(
+            f"{folder} must hold the same classes in train/ and test/, and no other folder: "
+            f"see {'/'.join(min(held ^ wanted))}"
+        )
+    if len(held) < len(parts) * len(classes) / 2:  # NICO's contexts differ from class to class
         raise UserError(
             f"{folder}: {', '.join(parts[:3])}, ... hold different classes: this looks like "
             "<class>/<domain>/ and must be <domain>/<class>/; swap the two levels"
@@ -230,8 +228,7 @@ def _decode(files: Sequence[str | Path], image_size: int) -> Tensor:
         except Exception as e:  # Pillow raises many types for a damaged file
             bad.append(f"{files[i]} cannot be read as an image ({first_line(e)})")
 
-    bar = {"desc": "decoding", "unit": " images", "leave": False, "delay": 1}
-    thread_map(decode, range(len(files)), **bar)
+    thread_map(decode, range(len(files)), desc="decoding", unit=" images", leave=False, delay=1)
     if bad:
         raise UserError(
             f"repair or remove {len(bad)} of {len(files)} images: {'; '.join(sorted(bad)[:3])}"

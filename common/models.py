@@ -7,6 +7,7 @@ Their input is images, float32 [N, channels, height, width] in -1..1.
 """
 
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn as nn
@@ -20,7 +21,7 @@ NAMES = [*OWN, *RESNETS, "vgg16"]
 
 
 class Classifier(nn.Module):
-    """classifier(features(x)). `features` may give vectors [N, d] or maps [N, d, h, w]; `classifier` takes either."""
+    """classifier(features(x)), where `features` may give vectors [N, d] or maps [N, d, h, w]."""
 
     def __init__(self, features: nn.Module, classifier: nn.Module):
         super().__init__()
@@ -40,84 +41,81 @@ def build(
 ) -> Classifier:
     """The model called `name` for images of `shape` (channels, height, width).
 
-    width       multiplies the channels of the models defined here (not of torchvision's), rounded to multiples of 8
-    dropout     probability of the dropout layers before both linear layers of a classifier with a hidden layer
-    pretrained  for torchvision's: "imagenet" (downloaded on first use), or a file with such weights. A ResNet's batch
-                norm then uses its stored statistics. Without pretrained weights, group norm replaces it, because its
-                result does not depend on the other samples in a batch. VGG16 has usual batch norm in both cases
+    width       multiplies the channels of the models defined here (not of torchvision's), rounded
+                to multiples of 8
+    dropout     probability of the dropout layers before both linear layers of a classifier with a
+                hidden layer
+    pretrained  for torchvision's: "imagenet" (downloaded on first use), or a file with such
+                weights. A ResNet's batch norm then uses its stored statistics. Without pretrained
+                weights, group norm replaces it, because its result does not depend on the other
+                samples in a batch. VGG16 has ordinary batch norm in both cases
 
-    Draws the weights from torch's global generator. Raises UserError if name, shape or weights do not fit together.
+    Draws the weights from torch's global generator. Raises UserError if name, shape or weights do
+    not fit together.
     """
     if pretrained and name in OWN:
         raise UserError(
-            f"--pretrained: there are no ImageNet weights for {name}; choose one of torchvision's models"
+            f"--pretrained: there are no ImageNet weights for {name}; choose a model of torchvision"
         )
 
     def scaled(channels: int) -> int:
         return max(8, round(channels * width / 8) * 8)
 
-    activation: nn.Module = nn.ReLU()
     if name == "cnn":
-        features, hidden = _cnn(shape[0], scaled), scaled(512)
+        features = _cnn(shape[0], scaled(32), scaled(64))
     elif name == "convnet":
-        features, hidden = _convnet(shape[0], scaled), None
+        features = _convnet(shape[0], scaled(64), scaled(128), scaled(128), scaled(128))
     elif name == "resblocks":
-        features, hidden, activation = _resblocks(shape[0], scaled), scaled(512), nn.GELU()
-    elif name == "vgg16":
-        features, hidden, activation = (
-            _from_torchvision("vgg16_bn", shape[0], pretrained),
-            512,
-            nn.GELU(),
-        )
+        features = _resblocks(shape[0], scaled(128), scaled(256), scaled(512))
     else:
-        features, hidden = _from_torchvision(name, shape[0], pretrained), RESNETS[name]
+        features = _from_torchvision(name, shape[0], pretrained)
     try:
         with torch.no_grad():
             size = features.eval()(torch.zeros(1, *shape)).numel()
     except RuntimeError as e:
         raise UserError(
-            f"--model {name} does not take images of shape {tuple(shape)} ({first_line(e)})"
+            f"--model {name} does not take images of shape {shape} ({first_line(e)})"
         ) from e
-    if hidden is None:
+    if name == "convnet":
         layers = [nn.Linear(size, classes)]
     else:
-        layers = [nn.Dropout(dropout), nn.Linear(size, hidden), activation, nn.Dropout(dropout),
-                  nn.Linear(hidden, classes)]  # fmt: skip
+        hidden = {**RESNETS, "vgg16": 512}.get(name, scaled(512))
+        layers = [
+            nn.Dropout(dropout),
+            nn.Linear(size, hidden),
+            nn.GELU() if name in ("resblocks", "vgg16") else nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(hidden, classes),
+        ]
     return Classifier(features.train(), nn.Sequential(nn.Flatten(), *layers))
 
 
-def _cnn(channels: int, scaled) -> nn.Sequential:
-    """McMahan et al. 2017: two 5x5 convolutions, each with 2x2 pooling. Its classifier has 512 hidden units.
+def _cnn(*channels: int) -> nn.Sequential:
+    """McMahan et al. 2017: 5x5 convolutions, each with 2x2 pooling, then 512 hidden units.
 
     Pooling before ReLU is the same function, with a quarter of the work for ReLU.
     """
-    return nn.Sequential(
-        nn.Conv2d(channels, scaled(32), 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
-        nn.Conv2d(scaled(32), scaled(64), 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
-    )  # fmt: skip
+    layers = []
+    for before, after in pairwise(channels):
+        layers += [nn.Conv2d(before, after, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()]
+    return nn.Sequential(*layers)
 
 
-def _convnet(channels: int, scaled) -> nn.Sequential:
-    """Guo et al.'s model: four 3x3 convolutions, each followed by ReLU and group norm, then average pooling."""
-    layers, sizes = [], [channels, scaled(64), scaled(128), scaled(128), scaled(128)]
-    for i in range(4):
-        layers += [
-            nn.Conv2d(sizes[i], sizes[i + 1], 3, stride=2 if i == 1 else 1, padding=1),
-            nn.ReLU(),
-        ]
-        layers += [GroupNorm(8, sizes[i + 1])]
+def _convnet(*channels: int) -> nn.Sequential:
+    """Guo et al.: 3x3 convolutions, each with ReLU and group norm, then average pooling."""
+    layers = []
+    for i, (before, after) in enumerate(pairwise(channels)):
+        layers.append(nn.Conv2d(before, after, 3, stride=2 if i == 1 else 1, padding=1))
+        layers += [nn.ReLU(), GroupNorm(8, after)]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
-def _resblocks(channels: int, scaled) -> nn.Sequential:
-    """Zhang et al.'s encoder for grey images: three times a 3x3 convolution, a residual block and 2x2 pooling."""
-    layers, sizes = [], [channels, scaled(128), scaled(256), scaled(512)]
-    for i in range(3):
-        layers += [
-            nn.Conv2d(sizes[i], sizes[i + 1], 3, padding=1),
-            ResidualBlock(sizes[i + 1]),
-            nn.MaxPool2d(2),
-        ]
+def _resblocks(*channels: int) -> nn.Sequential:
+    """Zhang et al.'s encoder for grey images: 3x3 convolutions, residual blocks and 2x2 pooling."""
+    layers = []
+    for before, after in pairwise(channels):
+        layers.append(nn.Conv2d(before, after, 3, padding=1))
+        layers += [ResidualBlock(after), nn.MaxPool2d(2)]
     return nn.Sequential(*layers)
 
 
@@ -126,63 +124,63 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, channels: int):
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU(),
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels),
-        )  # fmt: skip
+        convolution = partial(nn.Conv2d, channels, channels, 3, padding=1, bias=False)
+        norm = partial(nn.BatchNorm2d, channels)
+        self.body = nn.Sequential(convolution(), norm(), nn.ReLU(), convolution(), norm())
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(x + self.body(x))
 
 
 class GroupNorm(nn.GroupNorm):
-    """Group norm in float32. On a GPU, autocast does this. On a CPU it would use bfloat16, which is slower here."""
+    """Group norm in float32, as autocast does it on a GPU. On a CPU, bfloat16 would be slower."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.float())
 
 
 class FrozenBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm that uses its stored statistics in training, too. It still learns its scale and shift."""
+    """Batch norm that uses its stored statistics in training, too. It learns scale and shift."""
 
     def train(self, mode: bool = True):
         return super().train(False)
 
 
 def _from_torchvision(name: str, channels: int, pretrained: str) -> nn.Module:
-    """A ResNet, or VGG16's convolutions with batch norm: table 11 of Zhang et al. counts its parameters.
+    """A ResNet, or the convolutions of VGG16 with batch norm (Zhang et al., table 11).
 
     The last layer of the ResNet is linear, and as wide as its input (Guo et al., section 5.1).
     """
     from torchvision import models  # here, because torchvision starts slowly
     from torchvision.transforms import v2
 
-    options = (
-        {}
-        if name == "vgg16_bn"
-        else {"norm_layer": FrozenBatchNorm2d if pretrained else partial(GroupNorm, 32)}
-    )
-    net = getattr(models, name)(**options)
-    if pretrained:
+    if name == "vgg16":
+        net, weights = models.vgg16_bn(), models.VGG16_BN_Weights.IMAGENET1K_V1
+    else:
+        norm = FrozenBatchNorm2d if pretrained else partial(GroupNorm, 32)
+        net = models.get_model(name, norm_layer=norm)
         weights = models.get_model_weights(name).IMAGENET1K_V1  # the papers use these
-        try:
-            download = pretrained == "imagenet"
-            net.load_state_dict(
-                weights.get_state_dict(check_hash=True) if download else torch.load(pretrained)
-            )
-        except (
-            Exception
-        ) as e:  # many types; UnpicklingError's text advises an unsafe load, so it is left out
-            raise UserError(
-                f"--pretrained: the weights of {name} cannot be loaded from {pretrained} ({type(e).__name__}): with no"
-                f" network, download {weights.url} elsewhere and give the file's path"
-            ) from e
-    if name in RESNETS:
         if channels == 1 and not pretrained:
             net.conv1 = nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
-        net.fc = nn.Linear(net.fc.in_features, net.fc.in_features)
-    features = net if name in RESNETS else net.features
+    if pretrained:
+        try:
+            if pretrained == "imagenet":
+                state = weights.get_state_dict(check_hash=True)
+            else:
+                state = torch.load(pretrained)
+            net.load_state_dict(state)
+        except Exception as e:  # many types; UnpicklingError's text advises an unsafe load
+            raise UserError(
+                f"--pretrained: the weights of {name} cannot be loaded from {pretrained} "
+                f"({type(e).__name__}): with no network, download {weights.url} elsewhere and "
+                "give the file's path"
+            ) from e
+    if name == "vgg16":
+        net = net.features
+    else:
+        net.fc = nn.Linear(RESNETS[name], RESNETS[name])
     if not pretrained:
-        return features
-    # ((x + 1) / 2 - mean) / std with ImageNet's mean and std, for x in -1..1; grey becomes three equal channels
-    return nn.Sequential(v2.Normalize([-0.03, -0.088, -0.188], [0.458, 0.448, 0.45]), features)
+        return net
+    # ((x + 1) / 2 - mean) / std with ImageNet's mean and std, for x in -1..1
+    normalise = v2.Normalize([-0.03, -0.088, -0.188], [0.458, 0.448, 0.45])
+    return nn.Sequential(normalise, net)  # grey images become three equal channels

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import matplotlib
@@ -44,7 +45,7 @@ PANELS = {  # column of metrics.csv -> title; a column without numbers gets no p
     "ood_accuracy": "OOD accuracy (percent)",
     "neutral_accuracy": "colour-neutral accuracy (percent)",
     "rare_accuracy": "on the rare classes (percent)",
-    "turned_accuracy": "accuracy of the turned silos (percent)",
+    "turned_accuracy": "the turned silos (percent)",
     "mE": "mean uncertainty mE (nats)",
     "mP": "perplexity mP",
     "gradient_spread": "spread of the clients' gradients",
@@ -62,26 +63,35 @@ def drawn(file: Path, width: float, height: float) -> Iterator[Figure]:
             figure.savefig(file, metadata={"Software": None})
 
 
-def curves(file: Path, runs: Mapping[str, Sequence[Rows]]) -> None:
+def curves(file: Path, runs: Mapping[str, Sequence[Rows]], chance: float | None = None) -> None:
     """Columns of metrics.csv against rounds: each label's mean over its runs, and a band over all.
 
-    runs  label -> the rows of each of its runs
+    runs    label -> the rows of each of its runs
+    chance  the accuracy of a constant answer: a grey line
+
+    A vertical line stands where an iteration of UEFL ends in the first run.
     """
     everything = [row for of_label in runs.values() for rows in of_label for row in rows]
     panels = [column for column in PANELS if any(column in row for row in everything)]
+    first = next(iter(runs.values()))[0]
+    ends = [a["round"] for a, b in pairwise(first) if a.get("iteration") != b.get("iteration")]
     with drawn(file, 2.6 * len(panels), 2.9) as figure:
         all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
         for axes, column in zip(all_axes, panels, strict=True):
-            scale = 100 if column.endswith("accuracy") else 1
+            scale, top = (100, 100) if column.endswith("accuracy") else (1, None)
+            for end in ends:
+                axes.axvline(end, color="0.7", lw=0.8)
             for i, (label, of_label) in enumerate(runs.items()):
                 at, values = series(of_label, column)
                 axes.plot(at, scale * values.mean(0), LINES[i % 4], color=COLOURS[i], label=label)
                 low, high = scale * values.min(0), scale * values.max(0)
                 axes.fill_between(at, low, high, color=COLOURS[i], alpha=0.15, lw=0)
-            axes.set(title=PANELS[column], xlabel="round", ylim=(0, None))
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            if top and chance:
+                axes.axhline(top * chance, color="0.5", ls=":", lw=0.9, label="chance")
+            axes.set(title=PANELS[column], xlabel="round", ylim=(0, top))
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         handles = all_axes[0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower center", ncols=len(runs))
+        figure.legend(*handles, loc="outside lower center", ncols=len(runs) + 1)
 
 
 def series(runs: Sequence[Rows], column: str) -> tuple[list[int], np.ndarray]:
@@ -165,7 +175,7 @@ def group_colours(clients: Clients) -> dict[str, str]:
     """A colour for each group of participating clients. The smallest group stands out."""
     groups = clients.groups[: clients.participating]
     by_size = sorted(sorted(set(groups)), key=groups.count)
-    return {group: colour for group, colour in zip(by_size, [COLOURS[1], "0.6", *COLOURS[2:]])}
+    return dict(zip(by_size, cycle([COLOURS[1], "0.6", *COLOURS[2:]]), strict=False))
 
 
 def times_selected(axes: Axes, rows: Rows, clients: Clients) -> None:
@@ -220,20 +230,22 @@ def hull(
 
 
 def uncertainties(file: Path, rows: Rows, groups: Sequence[str], gamma: float) -> None:
-    """For UEFL: the clients' uncertainties at the end of each iteration, and who gets codewords.
+    """For UEFL: the clients' uncertainties at the end of each iteration, and who is above the line.
+
+    The numbers in the bars are the codewords that a client has had until then.
 
     groups  per client the domain of its data
     gamma   a client gets codewords if its uncertainty is above (1 + gamma) times the smallest one
     """
     ends = {row["iteration"]: row for row in rows if "uncertainties" in row}
     with drawn(file, 2.6 * len(ends) + 0.4, 3.1) as figure:
-        all_axes = figure.subplots(1, len(ends), squeeze=False)[0]
+        all_axes = figure.subplots(1, len(ends), squeeze=False, sharey=True)[0]
         for axes, row in zip(all_axes, ends.values(), strict=True):
             e, at = np.array(row["uncertainties"]), range(len(row["uncertainties"]))
             threshold = (1 + gamma) * e.min()
-            axes.bar(at, e, color=np.where(e > threshold, COLOURS[1], "0.6"))
+            bars = axes.bar(at, e, color=np.where(e > threshold, COLOURS[1], "0.6"))
+            axes.bar_label(bars, [int(count) for count in row["codewords"]], label_type="center")
             axes.axhline(threshold, color="black", ls=":", lw=0.9)
-            axes.set(
-                title=f"uncertainty after round {row['round']} (nats)", xlabel="client, domain"
-            )
+            axes.set(title=f"uncertainty after round {row['round']} (nats)\nin the bars: codewords")
+            axes.set(xlabel="client, domain")
             axes.set_xticks(at, [f"{k}\n{groups[k]}" for k in at], fontsize=7)

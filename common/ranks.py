@@ -54,6 +54,10 @@ def launch(main: Callable[[], object]) -> None:
         code, words = 1, [str(e), *getattr(e, "__notes__", [])]
     except KeyboardInterrupt as e:
         code, words = 130, ["stopped", *getattr(e, "__notes__", [])]
+    except RuntimeError as e:
+        if "gloo" not in str(e):
+            raise
+        code, words = 1, ["another process has ended, so this one stops"]
     if os.environ.get("LOCAL_RANK", "0") == "0":  # the first one of each machine
         end_of_bar = "\n" if sys.stderr.isatty() else ""
         print(f"{end_of_bar}{Path(sys.argv[0]).name}: {'; '.join(words)}", file=sys.stderr)

@@ -1,91 +1,150 @@
-"""Runs the experiments of experiments.csv, one process each and two at a time, and records them in the pages' CSVs.
+"""Runs the experiments of experiments.csv, two at a time with one process each, and records them.
 
-    python -m results.experiments                          all of them (many hours on two cores)
-    python -m results.experiments uefl/glyphs wu/cifar10   those with one of these beginnings, seed by seed
+    python -m results.experiments uefl/mnist wu/cifar10  those that begin like this, seed by seed
+    python -m results.experiments uefl --runs FOLDER     records what has finished in this folder
+    python -m results.experiments --check NAME SEED      runs a recorded one again, and compares
 
-A run that is in its page's CSV is skipped, and an interrupted one continues. To repeat a run, remove its rows and its
-folder under runs/experiments. The CSV of wu/glyphs/hull is wu.csv: the first word names it. An experiment with a
-variation runs only after `git apply docs/variations/NAME.diff`; undo this before others run.
+A run is in runs/experiments/NAME/SEED, and those of its baselines are in SEED-BASELINE. It has
+ended when its folder has a file `exit`, with its exit code; a run that was stopped continues. To
+repeat one, remove its lines from the CSV, which the first word of NAME names, and its folder. If it
+needs a variation, it runs in a copy of the code with docs/variations/NAME.diff.
 """
 
+import argparse
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
 
-RUNS, RESULTS, LOCK = Path("runs/experiments"), Path("results"), Lock()
+from common import UserError, ranks
+from results.tables import RESULTS, read
 
-
-def git(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["git", *words], capture_output=True, text=True)
+ROOT = RESULTS.parent
 
 
-def recorded(experiment: str) -> tuple[Path, list[str], set[tuple[str, str]]]:
-    """The CSV of this experiment, its columns, and the runs that it has: (experiment, seed)."""
-    file = RESULTS / f"{experiment.split('/')[0]}.csv"
-    header, *rows = file.read_text().splitlines()
-    return file, header.split(","), {tuple(row.split(",")[:2]) for row in rows}
+def code_of(variation: str, folder: Path) -> Path:
+    """The folder of the code: this one, or a copy with this variation."""
+    if not variation:
+        return ROOT
+    copy = folder / f"code-{variation}"
+    if not copy.exists():
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "data", "results"))
+        diff = ROOT / f"docs/variations/{variation}.diff"
+        alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder)}  # not in this repository
+        subprocess.run(["git", "apply", diff], cwd=copy, env=alone, check=True)
+    return copy
 
 
-def record(folders: dict[str, Path], seed: int, commit: str) -> None:
-    """Appends these finished runs of one page, experiment -> folder: all of their rows, or none if the disk is full."""
-    with LOCK:
-        file, columns, there = recorded(next(iter(folders)))
-        text = file.read_text()
-        for experiment, folder in folders.items():
-            if (experiment, str(seed)) in there:
-                continue
-            about, so_far = json.loads((folder / "args.json").read_text()), set()
-            for row in csv.DictReader((folder / "metrics.csv").read_text().splitlines()):
-                clients = row["selected"].split()
-                so_far |= set(clients)
-                row |= {"experiment": experiment, "seed": seed}
-                row |= {"commit": commit, "torch": about["torch"]} if row["round"] == "1" else {}  # once per run
-                row |= {"clients": len(clients), "clients_so_far": len(so_far)}
-                text += ",".join(str(row.get(column, "")) for column in columns) + "\n"
-        part = file.with_suffix(".part")
-        part.write_text(text)
-        part.replace(file)
+def run(folder: Path, name: str, seed: str, variation: str, command: str) -> None:
+    """Runs an experiment with this seed, or continues it."""
+    out = folder / name / seed
+    out.mkdir(parents=True, exist_ok=True)
+    words = [*command.split(), "--seed", seed, "--out", out]
+    if (out / "args.json").exists():
+        words = [words[0], "--resume", out]
+    words = [sys.executable, *words, "--processes", "1", "--data-dir", ROOT / "data"]
+    with (out.parent / f"{seed}.log").open("a") as log:
+        where = code_of(variation, folder)
+        code = subprocess.run(words, cwd=where, stdout=log, stderr=log).returncode
+    (out / "exit").write_text(str(code))
+    if code:
+        print(f"{name}, seed {seed}: failed, see {out}.log", flush=True)
 
 
-def finish(experiment: str, seed: int, command: str, commit: str) -> bool:
-    """Runs an experiment, or continues it, and records it with its baselines, if any. Returns whether it finished."""
-    folder, (program, *flags) = RUNS / experiment / str(seed), command.split()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    flags = ["--resume", folder] if (folder / "args.json").exists() else [*flags, "--seed", seed, "--out", folder]
-    with (RUNS / "log.txt").open("a") as log:
-        words = [sys.executable, program, *flags, "--processes", "1"]
-        code = subprocess.run([*map(str, words)], stdout=log, stderr=log).returncode
-    folders = [folder, *folder.parent.glob(f"{seed}-*")]
-    finished = code == 0 and all((of_run / "model.pt").exists() for of_run in folders)
-    if finished:
-        record({experiment + f.name.removeprefix(str(seed)): f for f in folders}, seed, commit)
-    print(f"{experiment} {seed}: {'done' if finished else f'did not finish; see {RUNS}/log.txt'}", flush=True)
-    return finished
+def lines(name: str, seed: str, out: Path, columns: list[str]) -> list[list[str]]:
+    """The lines of a run in a CSV with these columns. A round that has none of them has no line."""
+    about = json.loads((out / "args.json").read_text())
+    first = [name, seed, about["flags"]["code"][:7], about["torch"]]
+    found, so_far = [], set()
+    with (out / "metrics.csv").open() as f:
+        for row in csv.DictReader(f):
+            selected = row["selected"].split()
+            so_far.update(selected)
+            row |= {"clients": len(selected), "clients_so_far": len(so_far)}
+            cells = [str(row.get(column, "")) for column in columns[5:]]
+            if any(cells):
+                found.append([*first, row["round"], *cells])
+                first = [""] * 4
+    return found
+
+
+def compare(folder: Path, name: str, seed: str) -> dict[str, tuple[list, list]]:
+    """The lines of an experiment and its baselines, if all have finished: name -> recorded, new."""
+    file = RESULTS / f"{name.split('/')[0]}.csv"
+    recorded, out = read(file), folder / name / seed
+    columns = file.read_text().split("\n")[0].split(",")
+    found = {}
+    if (out / "exit").exists() and int((out / "exit").read_text()) == 0:
+        for one in [out, *sorted(out.parent.glob(f"{seed}-*"))]:
+            label = name + one.name.removeprefix(seed)
+            then = recorded.get(label, {}).get(int(seed), [])
+            found[label] = [list(row.values()) for row in then], lines(label, seed, one, columns)
+    return found
+
+
+def record(folder: Path, name: str, seed: str) -> None:
+    """Adds the finished runs of an experiment to their CSV: all that are new, or none."""
+    file = RESULTS / f"{name.split('/')[0]}.csv"
+    text = file.read_text()
+    for label, (then, now) in compare(folder, name, seed).items():
+        if not then:
+            text += "".join(",".join(line) + "\n" for line in now)
+            print(f"{label}, seed {seed}: recorded", flush=True)
+    part = file.with_suffix(".part")
+    part.write_text(text)
+    part.replace(file)
+
+
+def check(name: str, seed: str, variation: str, command: str) -> bool:
+    """Runs an experiment again, and prints whether it and its baselines repeat."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(Path(folder), name, seed, variation, command)
+        found = compare(Path(folder), name, seed)
+    if not found:
+        raise UserError(f"{name} did not finish: try {command} --seed {seed}")
+    same = True
+    for label, (then, now) in found.items():
+        repeats = [line[4:] for line in then] == [line[4:] for line in now]
+        print(f"{label}, seed {seed}: {'repeats' if repeats else 'differs' if then else 'is new'}")
+        same &= repeats
+    return same
 
 
 def main() -> None:
-    os.chdir(Path(__file__).parents[1])
-    commit, todo = git("rev-parse", "--short", "HEAD").stdout.strip(), []
-    rows = list(csv.DictReader((RESULTS / "experiments.csv").read_text().splitlines()))
-    rows = [row for begin in sys.argv[1:] or [""] for row in rows if row["experiment"].startswith(begin)]
-    for i, row in enumerate(rows):
-        name, diff, version = row["experiment"], f"docs/variations/{row['variation']}.diff", commit
-        if row["variation"]:
-            if git("apply", "--reverse", "--check", diff).returncode:
-                print(f"{name}: left out, as it needs git apply {diff}")
-                continue
-            version += f"+{row['variation']}"
-        seeds = [int(seed) for seed in row["seeds"].split() if (name, seed) not in recorded(name)[2]]
-        todo += [(seed, i, (name, seed, row["command"], version)) for seed in seeds]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="BEGINNING", default=[""])
+    parser.add_argument("--runs", type=Path, help="only record what has finished in this folder")
+    parser.add_argument("--check", nargs=2, metavar=("NAME", "SEED"), help="run it again")
+    args = parser.parse_args()
+    with (RESULTS / "experiments.csv").open() as f:
+        rows = {row["experiment"]: row for row in csv.DictReader(f)}
+    if args.check:
+        name, seed = args.check
+        if name not in rows or not seed.isdigit():
+            raise UserError(f"no experiment {name} with seed {seed}: see results/experiments.csv")
+        sys.exit(not check(name, seed, rows[name]["variation"], rows[name]["command"]))
+    for begin in args.names:
+        if not any(name.startswith(begin) for name in rows):
+            raise UserError(f"no experiment begins with {begin}: see results/experiments.csv")
+    folder = (args.runs or ROOT / "runs/experiments").resolve()
+    names = [name for name in rows if name.startswith(tuple(args.names))]
+    jobs = sorted((int(seed), name) for name in names for seed in rows[name]["seeds"].split())
+
+    def work(job: tuple[int, str]) -> None:
+        seed, name = job
+        recorded = read(RESULTS / f"{name.split('/')[0]}.csv")
+        if not args.runs and seed not in recorded.get(name, {}):
+            run(folder, name, str(seed), rows[name]["variation"], rows[name]["command"])
+
     with ThreadPoolExecutor(2) as two:
-        runs = [two.submit(finish, *run) for _, _, run in sorted(todo)]
-    sys.exit(not all(run.result() for run in runs))
+        for (seed, name), _ in zip(jobs, two.map(work, jobs), strict=True):
+            record(folder, name, str(seed))
 
 
 if __name__ == "__main__":
-    main()
+    ranks.launch(main)

@@ -1,9 +1,11 @@
-"""Compares your own runs over seeds: prints a table and draws the curves.
+"""Compares your own runs over seeds: prints a table.
 
-    python -m results.report runs/*      runs that differ only in the seed are one row; a folder stands for all in it
+    python -m results.report runs/*      a folder stands for all runs in it
 
-A number is the mean of a run's last five evaluations, and then the mean over seeds ± their standard deviation.
-Accuracies are in percent. A run without model.pt has not finished, and its row says so.
+Runs that differ in the seed alone are one row. A number is the mean of a run's last five
+evaluations, and then the mean over the seeds ± their standard deviation. Below, each row is
+compared with the first one, seed by seed. Accuracies are in percent. A run that has not finished
+is left out.
 """
 
 import csv
@@ -11,67 +13,98 @@ import json
 import sys
 from pathlib import Path
 
-from common import UserError, first_line, runs
-from results.tables import Rows, Run, curves, numbers, table, value
+import numpy as np
 
-COLUMNS = ["id_accuracy", "ood_accuracy", "rare_accuracy", "mA", "mE", "mP", "train_loss"]
-NOT_COMPARED = ("seed", "out", "resume", "device", "data_dir", "processes", "compare", "method", "name")
+from common import UserError, first_line, ranks
+from results.tables import last_five, pm, series, with_interval
+
+COLUMNS = [
+    "id_accuracy", "ood_accuracy", "rare_accuracy", "neutral_accuracy", "turned_accuracy",
+    "mA", "mE", "train_loss",
+]  # fmt: skip
+NOT_COMPARED = ("seed", "out", "resume", "device", "data_dir", "processes", "compare", "name")
+Runs = dict[int, list[dict]]  # seed -> rows of metrics.csv, with texts as cells
 
 
-def read(folder: Path) -> tuple[str, dict, Run]:
-    """What the run in this folder is called, the flags that it shares with the same run of other seeds, and the run."""
+def read(folder: Path) -> tuple[str, int, dict, list[dict]]:
+    """The run in this folder: its name, its seed, flags that its other seeds share, its rows."""
     try:
-        about = json.loads((folder / "args.json").read_text())
-        name, method, flags = about["name"], about["method"], dict(about["flags"])
-        run = Run(int(flags["seed"]))
-        for line in csv.DictReader((folder / "metrics.csv").read_text().splitlines()):
-            of_round = {column: value(line[column]) for column in COLUMNS if column in line}
-            run.rows.append({"round": int(line["round"]), **of_round})
+        flags = json.loads((folder / "args.json").read_text())["flags"]
+        name, seed = flags["name"], int(flags["seed"])
+        with (folder / "metrics.csv").open() as f:
+            rows = list(csv.DictReader(f))
+        for column in COLUMNS:
+            series(rows, column)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise UserError(f"{folder} is not the folder of a run ({first_line(e)})") from e
-    if not (folder / "model.pt").exists():
-        run.label = f"seed {run.seed} unfinished: {len(run.rows)} rounds so far"
-    baseline = name.lower() != method  # its rounds may depend on the seed
-    shared = {flag: flags[flag] for flag in sorted(flags) if flag not in NOT_COMPARED + ("rounds",) * baseline}
-    return f"{name} beside {method}" if baseline else method, shared, run
+    if folder.name.endswith("-" + name.lower().replace(" ", "-")):
+        flags.pop("rounds")  # a baseline has those of its method, which can depend on the seed
+    shared = {flag: flags[flag] for flag in sorted(flags) if flag not in NOT_COMPARED}
+    return f"{name} ({flags['method']})", seed, shared, rows
 
 
-def compare(folders: list[Path]) -> Rows:
-    """Groups runs that differ only in the seed. A group's name has the flags in which it differs from the others."""
-    groups: dict[str, tuple[str, dict, list[Run]]] = {}
+def group(folders: list[Path]) -> dict[str, Runs]:
+    """The finished runs, by their names and the flags in which runs of that name differ."""
+    found = []
     for folder in dict.fromkeys(folder.resolve() for folder in folders):
-        name, flags, run = read(folder)
-        of_group = groups.setdefault(f"{name} {json.dumps(flags)}", (name, flags, []))[2]
-        if run.seed in [other.seed for other in of_group]:
-            print(f"left out {folder}: another of these runs has the same flags and seed", file=sys.stderr)
+        name, seed, flags, rows = read(folder)
+        if any((name, seed, flags) == run[:3] for run in found):
+            print(f"left out {folder}: another run has the same flags and seed", file=sys.stderr)
+        elif not (folder / "model.pt").exists():
+            print(f"left out {folder}: not finished, {len(rows)} rounds so far", file=sys.stderr)
         else:
-            of_group.append(run)
-    rows = {}
-    for name, flags, of_group in groups.values():
-        others = [other for also, other, _ in groups.values() if also == name]
-        words = {flag: {repr(other.get(flag)) for other in others} for flag in sorted(set().union(*others))}
-        differ = [f"{flag}={flags.get(flag)!r}" for flag, values in words.items() if len(values) > 1]
-        rows[" ".join([name, *differ])] = sorted(of_group, key=lambda run: run.seed)
-    return rows
+            found.append((name, seed, flags, rows))
+    named: dict[str, Runs] = {}
+    for name, seed, flags, rows in found:
+        others = [run[2] for run in found if run[0] == name]
+        words = [name]
+        for flag in flags:
+            if any(other.get(flag) != flags[flag] for other in others):
+                words.append(f"{flag}={str(flags[flag])[:12]}")
+        named.setdefault(" ".join(words), {})[seed] = rows
+    return named
+
+
+def table(named: dict[str, Runs]) -> list[list[str]]:
+    """Means over the seeds, and the paired differences of the first row and each other one."""
+    ends = {}  # (name, column) -> seed -> number
+    for name, runs in named.items():
+        for column in COLUMNS:
+            found = {seed: series(runs[seed], column) for seed in sorted(runs)}
+            ends[name, column] = {
+                seed: last_five(values) for seed, values in found.items() if values
+            }
+    columns = [column for column in COLUMNS if any(ends[name, column] for name in named)]
+    means, differences = [["", "seeds", *columns]], []
+    first = next(iter(named))
+    for name, runs in named.items():
+        means.append([name, " ".join(map(str, sorted(runs)))])
+        differences.append([f"{first} minus {name}", ""])
+        for column in columns:
+            ours, theirs = ends[first, column], ends[name, column]
+            both = np.array([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
+            means[-1].append(pm(np.array(list(theirs.values())), column))
+            differences[-1].append(with_interval(both, column))
+    return means + differences[1:]
 
 
 def main() -> None:
-    if {"-h", "--help"} & set(sys.argv):
-        return print(__doc__)
-    below = {word: sorted(file.parent for file in Path(word).rglob("metrics.csv")) for word in sys.argv[1:]}
-    if not below or not all(below.values()):
-        raise UserError("no runs in one of these folders: give folders with metrics.csv")
-    rows = compare([folder for folders in below.values() for folder in folders])
-    columns = [column for column in COLUMNS if any(len(numbers(of_row, column)) for of_row in rows.values())]
-    if not columns:
-        raise UserError("these runs have no round yet: wait for the first")
-    cells = table(rows, columns)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    curves(Path("report.png"), rows, columns)
-    print("the mean of the last evaluations (up to 5), over seeds; accuracies in percent; curves are in report.png")
+    folders = []
+    for word in sys.argv[1:]:
+        below = sorted(file.parent for file in Path(word).rglob("metrics.csv"))
+        if not below:
+            raise UserError(f"no runs in {word}: give folders with metrics.csv")
+        folders += below
+    named = group(folders)
+    if not named:
+        raise UserError("no finished runs: give folders in which runs have left model.pt")
+    lines = table(named)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        print("  ".join(cells).rstrip())
+    print("±: standard deviation over the seeds; brackets: 95 % interval of paired differences")
 
 
 if __name__ == "__main__":
-    runs.launch("report", main)
+    ranks.launch(main)

@@ -84,7 +84,7 @@ savefig = Figure.savefig
 
 @pytest.fixture
 def start(monkeypatch, tmp_path):
-    """start(method, "--flag value ...") runs a method on the tiny data. Returns the folder above."""
+    """start(method, "--flag value ...") runs a method on the tiny data. Returns its folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(common.data, "load", lambda name, *args: make_tiny())
 

@@ -7,15 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from docs import pictures
-
 DOCS = Path(__file__).parent.parent / "docs"
 
 
 def shown(page):
     """What the examples of a page print: code -> numbers."""
-    examples = doctest.DocTestParser().get_examples((DOCS / f"{page}.md").read_text().replace("\n```\n", "\n\n"))
-    return {e.source.split("  #")[0].strip(): np.array(re.findall(r"-?\d+\.\d+", e.want), float) for e in examples}
+    examples = doctest.DocTestParser().get_examples(
+        (DOCS / f"{page}.md").read_text().replace("\n```\n", "\n\n")
+    )
+    return {
+        e.source.split("  #")[0].strip(): np.array(re.findall(r"-?\d+\.\d+", e.want), float)
+        for e in examples
+    }
 
 
 def softmax(logits):
@@ -35,7 +38,9 @@ RIGHT = {  # how often shape and colour agree with the label, counted in the ima
 def of_images(z, keep=(1, 1), omega=((0, 0), (0, 0))):
     """The gradient of each image's cross-entropy for a linear classifier: (p - one-hot) z^T, flat [4, 4]."""
     z = z * np.array(keep)
-    return ((softmax(z @ np.transpose(omega)) - np.eye(2)[Y])[:, :, None] * z[:, None, :]).reshape(4, 4)
+    return ((softmax(z @ np.transpose(omega)) - np.eye(2)[Y])[:, :, None] * z[:, None, :]).reshape(
+        4, 4
+    )
 
 
 def test_the_toy_has_the_features_that_the_page_describes():
@@ -44,7 +49,9 @@ def test_the_toy_has_the_features_that_the_page_describes():
 
 def test_the_clients_gradients_differ_in_the_colour_alone():
     gradients = np.array([of_images(z).mean(0) for z in (A, B)])
-    of_class_1 = -(2 * np.array([RIGHT["A"], RIGHT["B"]]) - 1) / 2  # minus half the mean of +1 (right) and -1 (wrong)
+    of_class_1 = (
+        -(2 * np.array([RIGHT["A"], RIGHT["B"]]) - 1) / 2
+    )  # minus half the mean of +1 (right) and -1 (wrong)
     assert np.allclose(gradients, np.hstack([-of_class_1, of_class_1]))
     assert np.allclose(shown("fediir")["gradients(4)"].reshape(2, 4), gradients)
 
@@ -59,7 +66,9 @@ def test_the_loss_is_log_2_and_the_penalty():
 def test_the_penalty_charges_colour_alone_on_all_data_and_both_features_on_single_images(size):
     penalties = []
     for keep in ((1, 0), (0, 1)):
-        batches = np.concatenate([of_images(z, keep).reshape(4 // size, size, 4).mean(1) for z in (A, B)])
+        batches = np.concatenate(
+            [of_images(z, keep).reshape(4 // size, size, 4).mean(1) for z in (A, B)]
+        )
         penalties.append(((batches - batches.mean(0)) ** 2).sum(1).mean())
     code = f"(gradients({size}) - g).square().mean(0).view(2, 2).sum(0)"
     assert penalties == pytest.approx({4: [0, 1 / 8], 1: [3 / 8, 3 / 8]}[size])
@@ -78,11 +87,18 @@ def test_the_variance_is_what_single_images_add():
         gap = ((one.mean(0) - g) ** 2).sum()
         assert np.mean(list(distances.values())) == pytest.approx(gap + variance / 2)
         without = [d for (i, j), d in distances.items() if i != j]
-        assert np.mean(without) == pytest.approx(gap + variance / 2 * (4 - 2) / (4 - 1)), "the page's factor"
+        assert np.mean(without) == pytest.approx(gap + variance / 2 * (4 - 2) / (4 - 1)), (
+            "the page's factor"
+        )
         for feature, keep in (("shape", (1, 0)), ("colour", (0, 1))):
             alone = of_images(z, keep)
             variances[name, feature] = ((alone - alone.mean(0)) ** 2).sum(1).mean()
-    assert variances == {("A", "shape"): 3 / 8, ("A", "colour"): 0, ("B", "shape"): 3 / 8, ("B", "colour"): 1 / 2}
+    assert variances == {
+        ("A", "shape"): 3 / 8,
+        ("A", "colour"): 0,
+        ("B", "shape"): 3 / 8,
+        ("B", "colour"): 1 / 2,
+    }
 
 
 def test_smaller_features_and_larger_weights_lower_the_penalty_a_hundredfold_and_change_no_prediction():
@@ -99,11 +115,19 @@ def loss(a, gamma, batch, colour, shape=0.75):
     """The expected loss of section 8's toy for lengths a [..., 2], written out for the four cases (right, wrong)."""
     terms = []
     for c in colour:
-        cases = [(shape * c, 1, 1), (shape * (1 - c), 1, -1), ((1 - shape) * c, -1, 1), ((1 - shape) * (1 - c), -1, -1)]
+        cases = [
+            (shape * c, 1, 1),
+            (shape * (1 - c), 1, -1),
+            ((1 - shape) * c, -1, 1),
+            ((1 - shape) * (1 - c), -1, -1),
+        ]
         risk, mean, square = 0, [0, 0], 0
         for share, first, second in cases:
             margin = first * a[..., 0] + second * a[..., 1]
-            one = [-first * a[..., 0] / (1 + np.exp(margin)), -second * a[..., 1] / (1 + np.exp(margin))]
+            one = [
+                -first * a[..., 0] / (1 + np.exp(margin)),
+                -second * a[..., 1] / (1 + np.exp(margin)),
+            ]
             risk = risk + share * np.log(1 + np.exp(-margin))
             mean = [mean[0] + share * one[0], mean[1] + share * one[1]]
             square = square + share * (one[0] ** 2 + one[1] ** 2)
@@ -130,63 +154,35 @@ def smallest(gamma, batch, colour):
 def table():
     """The rows of section 8's table: (agreements, batch size) -> gamma -> (shape, colour)."""
     rows, colour = {}, None
-    lines = re.findall(r"^\| (.*) \|$", (DOCS / "fediir.md").read_text().split("## 8 ")[1].split("<!-- grid")[0], re.M)
-    gammas = [float(cell.removeprefix("gamma ")) for cell in lines[0].split(" | ")[2:]]
-    for line in lines[2:]:
-        name, batch, *cells = line.removeprefix("| ").split(" | ") if line[0] != "|" else ["", *line[2:].split(" | ")]
+    text = (DOCS / "fediir.md").read_text().split("<!-- lengths -->\n")[1].split("\n\n")[0]
+    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in text.split("\n")]
+    gammas = [float(cell.removeprefix("gamma ")) for cell in cells[0][2:]]
+    for name, batch, *pairs in cells[2:]:
         colour = tuple(int(share) / 100 for share in re.findall(r"(\d+) %", name)) or colour
-        numbers = [tuple(map(float, cell.split(", "))) for cell in cells]
-        rows[colour, np.inf if batch == "all" else float(batch)] = dict(zip(gammas, numbers, strict=True))
+        lengths = [tuple(map(float, pair.split(", "))) for pair in pairs]
+        batch = np.inf if batch == "all" else float(batch)
+        rows[colour, batch] = dict(zip(gammas, lengths, strict=True))
     return rows
 
 
-def test_the_table_of_section_8():
-    rows = table()
-    assert len(rows) == 5 and all(len(row) == 5 for row in rows.values())
-    for (colour, batch), row in rows.items():
-        for gamma, numbers in row.items():
-            found = smallest(gamma, batch, colour)
-            assert numbers == pytest.approx(tuple(found), abs=0.00501), (colour, batch, gamma)
-            assert pictures.best_weights(gamma, batch, colour) == pytest.approx(found, abs=1e-3)
+@pytest.mark.parametrize(("colour", "batch"), table())
+def test_a_row_of_the_table_of_section_8(colour, batch):
+    for gamma, lengths in table()[colour, batch].items():
+        assert lengths == pytest.approx(smallest(gamma, batch, colour), abs=0.00501), gamma
 
 
-def test_what_section_8_says_about_the_table():
-    rows = table()
-    assert rows[(0.9, 0.8), np.inf][0] == pytest.approx((np.log(3), np.log(0.85 / 0.15)), abs=0.005)
-    for gamma in np.geomspace(0.1, 1e5, 13):
-        shape, colour = smallest(gamma, 32, (0.9, 0.8))
-        assert colour > shape, "no gamma makes the shape the larger one"
-    for gamma in (30, 100, 1000):
-        shape, colour = smallest(gamma, 32, (1.0, 0.6))
-        assert shape > colour
+def test_batches_of_32_leave_no_gamma_at_which_the_shape_is_the_larger_one_at_90_and_80_percent():
+    pairs = [smallest(gamma, 32, (0.9, 0.8)) for gamma in np.geomspace(0.1, 1e5, 13)]
+    assert all(colour > shape for shape, colour in pairs)
 
 
-# ------------------------------------------------------------------------------------------------- docs/pictures.py
-
-
-def test_the_grid_has_the_runs_that_change_batch_size_and_gamma_alone(tmp_path):
-    (tmp_path / "experiments.csv").write_text(
-        "experiment,seeds,command\n"
-        "examples/fediir/colours,11,fediir.py\n"
-        "examples/fediir/small,11,fediir.py --no-compare --batch-size 32 --gamma 2\n"
-        "examples/fediir/ema,11,fediir.py --ema 0.95 --no-compare\n"
-        "examples/hull/rare,11,convex_hull_select.py\n"
-    )
-    lines = ["experiment,seed,commit,torch,round,id_accuracy,ood_accuracy"]
-    for experiment, seed, first in [("fediir/colours", 11, 0.1), ("fediir/colours", 12, 0.2), ("fediir/small", 11, 0.4),
-                                    ("fediir/colours-fedavg", 11, 0.3), ("fediir/ema", 11, 0.5),
-                                    ("hull/rare", 11, 0.6)]:  # fmt: skip
-        for t in range(1, 8):
-            value = f"{first + t / 100:.2f},{first:.2f}" if t != 5 else ","  # round 5 was not evaluated
-            lines.append(f"examples/{experiment},{seed},,,{t},{value}")
-    (tmp_path / "examples.csv").write_text("\n".join(lines) + "\n")
-    cells = pictures.grid(tmp_path)
-    later = np.mean([2, 3, 4, 6, 7])  # the last five evaluations
-    assert list(cells) == [(32, 2.0), (6000, 0.0), (6000, 50.0)]
-    assert np.allclose(cells[6000, 50.0], [[10 + later, 10], [20 + later, 20]])
-    assert np.allclose(cells[6000, 0.0], [[30 + later, 30]]) and np.allclose(cells[32, 2.0], [[40 + later, 40]])
-    pictures.draw(tmp_path / "grid.png", cells)
-    assert (tmp_path / "grid.png").stat().st_size > 5000
+def test_the_penalty_is_the_disagreement_and_the_pull_of_an_old_mean():
+    """Section 8: the mean of ||g_c - g||^2 is that of ||g_c - m||^2, plus ||m - g||^2."""
+    clients = np.array([of_images(z, omega=((0.3, -0.2), (0.5, 1.1))).mean(0) for z in (A, B)])
+    m, old = clients.mean(0), np.array([of_images(z).mean(0) for z in (A, B)]).mean(0)
+    charged = ((clients - old) ** 2).sum(1).mean()
+    disagreement, pull = ((clients - m) ** 2).sum(1).mean(), ((m - old) ** 2).sum()
+    assert charged == pytest.approx(disagreement + pull) and min(disagreement, pull) > 1e-3
 
 
 # ------------------------------------------------------------------------------------------------------------ uefl.md
@@ -206,7 +202,9 @@ def test_a_silo_gains_words_and_its_uncertainty_falls():
     own = {"A": WORDS, "B": [*WORDS, -1, 1], "C": WORDS}
     after = [uncertainty(z, own[silo]) for silo, z in TOKENS.items()]
     assert before[1] == pytest.approx(np.log(2)), "both tokens of B become the word 0"
-    printed = re.findall(r"^>>> uncertainties\(.*\ntensor\(\[(.*)\]\)", (DOCS / "uefl.md").read_text(), re.M)
+    printed = re.findall(
+        r"^>>> uncertainties\(.*\ntensor\(\[(.*)\]\)", (DOCS / "uefl.md").read_text(), re.M
+    )
     first, second = (np.array(numbers.split(","), float) for numbers in printed)
     assert first == pytest.approx(before, abs=5e-5) and second == pytest.approx(after, abs=5e-5)
     assert after[1] < before[1] and after[0] == before[0] == after[2]
@@ -216,7 +214,9 @@ def test_the_rule_picks_the_silo_in_between_and_never_the_one_with_exchanged_lab
     before = np.array([uncertainty(z, WORDS) for z in TOKENS.values()])
     assert (before > 1.1 * before.min()).tolist() == [False, True, False]
     assert "tensor([False,  True, False])" in (DOCS / "uefl.md").read_text()
-    assert uncertainty(TOKENS["B"], [*WORDS, -1, 1]) > 1.1 * before.min(), "the page: it would be extended again"
+    assert uncertainty(TOKENS["B"], [*WORDS, -1, 1]) > 1.1 * before.min(), (
+        "the page: it would be extended again"
+    )
     text = (DOCS / "uefl.md").read_text()
     for number in (1 / (1 + np.exp(-3)), before[0], 1 / (1 + np.exp(-1)), np.log(2)):
         assert f"{number:.3f}" in text

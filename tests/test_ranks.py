@@ -1,84 +1,206 @@
 import json
 import os
 import runpy
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
+import conftest
 import pytest
-from conftest import read_rows
-from ranks import CALLS, child
+from ranks import CALLS, child, kill_rank_1_in_round_2
 
+import common.data
 import fedavg
-from common import ranks
+import minimax_select
+import uefl
+from common import ranks, runs
 from common.ranks import cores
 
 HERE = Path(__file__).parent
 
 
-def run(folder, method, *flags, kill_in_round=0):
-    """A method's run in this folder. Returns its exit code, and the last line on stderr."""
-    folder.mkdir(exist_ok=True)
-    words = [*flags] if "--resume" in flags else [*CALLS[method].split(), "--out", method.__name__, *flags]
-    process = child(method, words, folder, kill_in_round)
-    process.join()
-    return process.exitcode, (folder / "err").read_text().replace("\r", "\n").rstrip().splitlines()[-1]
+def call(method, more=""):
+    return [*CALLS[method].split(), "--out", method.__name__, *more.split()]
 
 
 def outcome(folder):
-    """What a run leaves, without the seconds that it took: model.pt, metrics.csv and the names of its files."""
-    rows = [{column: cell for column, cell in row.items() if column != "seconds"} for row in read_rows(folder)]
-    return (folder / "model.pt").read_bytes(), rows, {file.name for file in folder.iterdir()}
+    """What a run leaves: model.pt, metrics.csv without the seconds, and the names of its files."""
+    return *conftest.outcome(folder), {file.name for file in folder.iterdir()}
+
+
+def said(folder):
+    """The lines on stderr that are not a bar's."""
+    lines = (folder / "err").read_text().replace("\r", "\n").splitlines()
+    return [line for line in lines if line.strip() and "%|" not in line]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """All methods in 1, 2 and 9 processes, and in two that torchrun starts: a folder for each of the four."""
+    """All methods in 1 and 9 processes, and in two that torchrun starts, in three folders."""
     top = tmp_path_factory.mktemp("ranks")
-    for count in ("1", "2", "9"):
+    for count in ("1", "9"):
+        (top / count).mkdir()
         for method in CALLS:
-            assert run(top / count, method, "--processes", count)[0] == 0, (top / count / "err").read_text()
+            process = child(method, call(method, f"--processes {count}"), top / count)
+            process.join()
+            assert process.exitcode == 0, said(top / count)
     (top / "torchrun").mkdir()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = {"PYTHONPATH": f"{HERE.parent}:{HERE}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*torchrun, HERE / "ranks.py", top / "torchrun"], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    (top / "torchrun/out").write_text(done.stdout)
+    program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    end = subprocess.run(
+        [sys.executable, *program, HERE / "ranks.py", top / "torchrun"],
+        capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert end.returncode == 0, end.stderr
+    (top / "torchrun/out").write_text(end.stdout)
     return top
 
 
 @pytest.mark.parametrize("method", CALLS)
-@pytest.mark.parametrize("started", ["2", "9", "torchrun"])
+@pytest.mark.parametrize("started", ["9", "torchrun"])
 def test_any_number_of_processes_gives_the_same_bytes(folders, started, method):
     assert outcome(folders / started / method.__name__) == outcome(folders / "1" / method.__name__)
 
 
-@pytest.mark.parametrize(("started", "count"), [("1", 1), ("2", 2), ("9", 3), ("torchrun", 2)])
-def test_no_more_processes_than_clients_in_a_round_and_only_one_prints(folders, started, count):
-    assert json.loads((folders / started / "fedavg/args.json").read_text())["processes"] == count
+@pytest.mark.parametrize(("started", "count"), [("1", 1), ("9", 3), ("torchrun", 2)])
+def test_no_more_processes_than_clients_and_only_one_prints(folders, started, count):
+    about = json.loads((folders / started / "fedavg/args.json").read_text())
+    assert about["processes"] == count
     assert (folders / started / "out").read_text().count("pictures are in") == len(CALLS)
 
 
-@pytest.mark.parametrize("method", CALLS)
-def test_a_run_whose_helper_dies_ends_in_one_line_and_resumes_with_another_number(folders, method, tmp_path):
+@pytest.mark.parametrize("method", [minimax_select, uefl])
+def test_a_rank_that_is_killed_ends_the_run_in_one_line(folders, method, tmp_path):
     name = method.__name__
-    code, said = run(tmp_path, method, "--processes", "3", kill_in_round=2)
-    assert code == 1 and "Traceback" not in (tmp_path / "err").read_text()
-    assert said.startswith(f"{name}.py: a helper process was killed by signal 9") and said.endswith(f"--resume {name}")
-    assert run(tmp_path, method, "--resume", name, "--processes", "1")[0] == 0
+    process = child(method, call(method, "--processes 3"), tmp_path, kill_rank_1_in_round_2)
+    process.join(30)
+    assert time.time() - (tmp_path / "killed").stat().st_mtime < 5
+    (line,) = said(tmp_path)
+    assert process.exitcode == 1 and line.startswith(f"{name}.py: a process was ended by SIGKILL")
+    assert line.endswith(f"continue with --resume {name}")
+    child(method, ["--resume", name, "--processes", "2"], tmp_path).join()
     assert outcome(tmp_path / name) == outcome(folders / "1" / name)
 
 
 @pytest.mark.parametrize("count", ["1", "3"])
 def test_a_users_mistake_is_one_line_from_any_number_of_processes(tmp_path, count):
-    code, _ = run(tmp_path, fedavg, "--lr", "1e8", "--processes", count)
-    said = [line for line in (tmp_path / "err").read_text().replace("\r", "\n").splitlines() if "fedavg.py" in line]
-    assert code == 2 and len(said) == 1 and "lower --lr" in said[0], said
+    flags = call(fedavg, f"--lr 1e8 --processes {count}")
+    process = child(fedavg, flags, tmp_path)
+    process.join()
+    (line,) = [line for line in said(tmp_path) if not line.startswith("round")]
+    assert process.exitcode == 2 and line.startswith("fedavg.py: ") and line.endswith("lower --lr")
+
+
+# -------------------------------------------------------------- two machines that torchrun connects
+
+
+def two_nodes(tmp_path, calls, firsts=(lambda: None, lambda: None)):
+    """Runs FedAvg on two machines with a folder each. Returns what each says, and its exit code."""
+    meeting = tempfile.mktemp(dir=tmp_path)
+    nodes = []
+    for rank in (0, 1):
+
+        def first(rank=rank):
+            ranks.RANK, ranks.COUNT, ranks.MEETING = rank, 2, f"file://{meeting}"
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            firsts[rank]()
+
+        folder = tmp_path / str(rank)
+        folder.mkdir(exist_ok=True)
+        (folder / "err").unlink(missing_ok=True)
+        nodes.append(child(fedavg, calls[rank].split(), folder, first))
+    for process in nodes:
+        process.join(20)
+        process.kill()
+    return [(said(tmp_path / str(rank)), nodes[rank].exitcode) for rank in (0, 1)]
+
+
+CALL = CALLS[fedavg] + " --out run "
+
+
+def other_data():
+    data = conftest.make_tiny()
+    data.x[data.train[0]] += 1
+    common.data.load = lambda name, *args: data
+
+
+def other_code():
+    Path("fedavg.py").write_text(Path(fedavg.__file__).read_text() + "# changed")
+    fedavg.__file__ = "fedavg.py"
+
+
+OTHERS = {
+    "seed": ("--seed 1", None, "flags"),
+    "lr": ("--lr 0.2", None, "flags"),
+    "data": ("", other_data, "data"),
+    "code": ("", other_code, "code"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_two_machines_that_differ_stop_in_one_line(tmp_path, name):
+    more, first, what = OTHERS[name]
+    nothing = lambda: None  # noqa: E731
+    found = two_nodes(tmp_path, [CALL, CALL + more], (nothing, first or nothing))
+    for lines, code in found:
+        assert code == 2 and len(lines) == 1 and f"differ in their {what}" in lines[0], found
+    assert not list(tmp_path.glob("*/run*"))
+
+
+def stop_after(rounds):
+    """Ctrl-C comes after so many rounds, and before the next checkpoint."""
+
+    def first():
+        save = runs.Run.save
+
+        def save_or_stop(run):
+            if run.t > rounds:
+                raise KeyboardInterrupt
+            save(run)
+
+        runs.Run.save = save_or_stop
+
+    return first
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_two_machines_resume_only_from_the_same_round(folders, tmp_path, rounds):
+    """With 0, one machine has the flags alone."""
+    for rank, count in enumerate((2, rounds)):
+        (tmp_path / str(rank)).mkdir()
+        flags = f"{CALL} --processes 1".split()
+        child(fedavg, flags, tmp_path / str(rank), stop_after(count)).join()
+    for lines, code in two_nodes(tmp_path, ["--resume run"] * 2):
+        assert code == 2 and len(lines) == 1 and "differ in their round" in lines[0], lines
+    assert not list(tmp_path.glob("*/run/model.pt"))
+    shutil.copytree(tmp_path / "0/run", tmp_path / "1/run", dirs_exist_ok=True)
+    assert two_nodes(tmp_path, ["--resume run"] * 2) == [([], 0)] * 2
+    assert outcome(tmp_path / "0/run") == outcome(folders / "1/fedavg")
+
+
+def test_a_machine_whose_partner_is_killed_stops_in_one_line(tmp_path):
+    ((lines, code), (_, killed)) = two_nodes(tmp_path, [CALL] * 2, [kill_rank_1_in_round_2] * 2)
+    assert killed == -signal.SIGKILL and code == 1 and len(lines) == 1, lines
+
+
+def test_a_network_that_is_not_there_is_one_line(tmp_path):
+    def unplug():
+        os.environ["GLOO_SOCKET_IFNAME"] = "nonexist0"
+
+    for lines, code in two_nodes(tmp_path, [CALL] * 2, [unplug] * 2):
+        assert code == 2 and len(lines) == 1 and "cannot connect" in lines[0], lines
+
+
+# -------------------------------------------------------------------------------- who does what
 
 
 @pytest.mark.parametrize(("set_by", "expected"), [("torchrun", (1, 2)), ("somebody else", (0, 1))])
 def test_only_torchrun_sets_the_rank(monkeypatch, set_by, expected):
-    """Cluster software sets RANK, too. A lone process that took itself for rank 1 would write nothing."""
+    """Cluster software sets RANK, too. A lone process with rank 1 would write nothing."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -88,29 +210,18 @@ def test_only_torchrun_sets_the_rank(monkeypatch, set_by, expected):
     assert (started["RANK"], started["COUNT"]) == expected
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("max 100000", 8), ("250000 100000", 2), ("10000 100000", 1)])
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("max 100000", 8), ("250000 100000", 2), ("10000 100000", 1)]
+)
 def test_cores_are_those_that_the_container_may_use(monkeypatch, limit, expected):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(Path, "read_text", lambda self: limit)
     assert cores() == expected
 
 
-@pytest.mark.parametrize(("count", "most_work"), [(1, 28), (2, 15), (3, 10), (8, 9)])
-def test_work_is_shared_out_largest_first(monkeypatch, count, most_work):
-    sizes, pieces = [7, 1, 5, 3, 3, 9], []
-    monkeypatch.setattr(ranks, "COUNT", count)
-    for rank in range(count):
-        monkeypatch.setattr(ranks, "RANK", rank)
-        pieces.append(ranks.share_out(sizes))
-    assert sorted(i for mine in pieces for i in mine) == [0, 1, 2, 3, 4, 5], "each piece belongs to one rank"
-    assert max(sum(sizes[i] for i in mine) for mine in pieces) == most_work
-    assert all([sizes[i] for i in mine] == sorted((sizes[i] for i in mine), reverse=True) for mine in pieces)
-
-
 def test_work_is_shared_out_as_in_a_worked_example(monkeypatch):
     monkeypatch.setattr(ranks, "COUNT", 2)
-    # rank 0 gets 9, rank 1 gets 7 and 5, rank 0 gets 3; both have 12, so rank 0 gets the next 3, and rank 1 gets 1
+    # rank 0 gets 9, rank 1 gets 7 and 5, rank 0 gets 3; both have 12, so rank 0 gets the next 3
     for rank, mine in ((0, [5, 3, 4]), (1, [0, 2, 1])):
         monkeypatch.setattr(ranks, "RANK", rank)
         assert ranks.share_out([7, 1, 5, 3, 3, 9]) == mine

@@ -1,40 +1,41 @@
-import ast
-import hashlib
-import json
+import itertools
 import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
-from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
-from conftest import make_tiny, read_rows
+from conftest import outcome, read_rows, settings
+from scipy.stats import ttest_rel
 
+import common.data
 import convex_hull_select
 import entropy_weighting
 import fedavg
 import fediir
 import minimax_select
 import uefl
-from common import UserError, flags, runs
+from common import UserError, compare, flags, ranks
+from common.train import Trainer
 
 ROOT = Path(__file__).parent.parent
 WU = (
-    "--model cnn --width 0.125 --local-epochs 1 --batch-size 16 --partition dirichlet --clients 6 --participating 4 "
-    "--sample 2 --rounds 4 "
+    "--model cnn --width 0.125 --local-epochs 1 --batch-size 16 --partition dirichlet --clients 6 "
+    "--participating 4 --sample 2 --rounds 4 "
 )
 CUTS = {
     **dict.fromkeys([fedavg, entropy_weighting, minimax_select], WU),
     convex_hull_select: WU + "--hull-dim 1 ",
-    fediir: "--dataset glyphs --width 0.125 --clients 4 --sample 2 --test-domain dark --rounds 4 --evaluate-every 1 ",
-    uefl: "--model resblocks --width 0.01 --partition domain --local-epochs 1 --batch-size 20 --lr 0.003 --gamma 0 "
-    "--passes 3 --codebook-size 4 --segments 1 --rounds 2 --later-rounds 1 --iterations 3 --rotate 0 90 ",
-}
+    fediir: "--dataset glyphs --width 0.125 --clients 4 --sample 2 --test-domain dark --rounds 4 "
+    "--evaluate-every 1 ",
+    uefl: "--model resblocks --width 0.01 --partition domain --local-epochs 1 --batch-size 20 "
+    "--lr 0.003 --gamma 0 --passes 3 --codebook-size 4 --segments 1 --rounds 2 --later-rounds 1 "
+    "--iterations 3 --rotate 0 90 ",
+}  # fmt: skip
 BASELINES = {  # sibling -> the same run started by hand
-    fedavg: {"alpha-1": "--dirichlet 1", "alpha-100": "--dirichlet 100"},
+    fedavg: {"alpha-1.0": "--dirichlet 1", "alpha-100.0": "--dirichlet 100"},
     entropy_weighting: {"equal": "--weighting equal"},
     minimax_select: {"random": "--selection random"},
     convex_hull_select: {"random": "--selection random"},
@@ -45,20 +46,28 @@ PICTURES = {
     entropy_weighting: {"weights.png"},
     minimax_select: {"similarity.png"},
     convex_hull_select: {"hull.png"},
+    uefl: {"uncertainties.png"},
 }
 
 
-def parse(method, *argv):
-    return flags.parse(method.__name__, method.__doc__, method.SETTINGS, method.own_flags, [*argv], ["baseline"])
+def parse(method, *words):
+    return flags.parse(
+        method.__file__, method.__doc__, method.SETTINGS, method.SMALL, method.own_flags, [*words]
+    )
 
 
-def without_times(folder):
-    rows = read_rows(folder)
-    return [{c: v for c, v in row.items() if c != "seconds"} for row in rows]
+@pytest.fixture
+def launched(capsys, monkeypatch):
+    """launched(method, main) is the exit code of main() under launch(), and the lines on stderr."""
 
+    def launch(method, main):
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", [method.__file__])
+        with pytest.raises(SystemExit) as end:
+            ranks.launch(main)
+        return end.value.code, capsys.readouterr().err.replace("\r", "\n").strip().splitlines()
 
-def outcome(folder):
-    return without_times(folder), (folder / "model.pt").read_bytes()
+    return launch
 
 
 @pytest.fixture(scope="module")
@@ -68,22 +77,25 @@ def kept(tmp_path_factory):
 
 @pytest.fixture
 def whole(start, kept, tmp_path):
-    """whole(method) is the folder "whole" of a run without baselines, a copy if another test has made it before."""
+    """whole(method) is the folder of a run without baselines, or a copy of it."""
 
     def copy(method):
-        if not (kept / method.__name__).exists():
-            shutil.copytree(start(method, CUTS[method] + "--no-compare --out whole") / "whole", kept / method.__name__)
-        return Path(shutil.copytree(kept / method.__name__, tmp_path / "whole", dirs_exist_ok=True))
+        done = kept / method.__name__
+        if not done.exists():
+            folder = start(method, CUTS[method] + "--no-compare --out whole")
+            shutil.copytree(folder / "whole", done)
+        return Path(shutil.copytree(done, tmp_path / "whole", dirs_exist_ok=True))
 
     return copy
 
 
+# ----------------------------------------------------------------------- the same bytes, and resume
+
+
 @pytest.mark.parametrize("method", CUTS)
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(start, whole, method):
-    for seed in (0, 1):
-        folder = start(method, CUTS[method] + f"--no-compare --seed {seed} --out {seed}")
-    assert outcome(folder / "0") == outcome(whole(method))
-    assert without_times(folder / "1") != without_times(folder / "0")
+def test_another_seed_gives_another_run(start, whole, method):
+    folder = start(method, CUTS[method] + "--no-compare --seed 1 --out other")
+    assert outcome(folder / "other") != outcome(whole(method))
 
 
 STOPS = [(method, stop) for method in CUTS for stop in (1, 3)] + [(uefl, 2), (uefl, 4)]
@@ -99,31 +111,196 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(start, start_and_stop, w
 
 @pytest.mark.parametrize("method", CUTS)
 def test_baselines_are_ordinary_runs_that_anybody_can_start_by_hand(start, method):
-    """A default run has its flags, metrics, checkpoint, model and pictures, and so has each baseline beside it."""
+    """Each has its flags, metrics, checkpoint, model and pictures, and can be resumed."""
     folder = start(method, CUTS[method] + "--out run")
-    files = {"args.json", "metrics.csv", "checkpoint.pt", "model.pt", "partition.png", *PICTURES.get(method, [])}
-    compared = {"curves.png", "extensions.png"} if method is uefl else {"curves.png"}
-    assert {file.name for file in folder.iterdir()} == {"run", *(f"run-{name}" for name in BASELINES[method])}
-    assert {file.name for file in (folder / "run").iterdir()} == files | compared
+    files = {"args.json", "metrics.csv", "checkpoint.pt", "model.pt"}
+    files |= {"partition.png", "samples.png", *PICTURES.get(method, [])}
+    assert {file.name for file in (folder / "run").iterdir()} == {*files, "curves.png"}
+    assert {file.name for file in folder.iterdir()} == {
+        "run",
+        *(f"run-{name}" for name in BASELINES[method]),
+    }
     for name, by_hand in BASELINES[method].items():
-        assert {file.name for file in (folder / f"run-{name}").iterdir()} == files
-        start(method, f"{CUTS[method]} {by_hand} --no-compare --out hand-{name}")
-        assert outcome(folder / f"run-{name}") == outcome(folder / f"hand-{name}") != outcome(folder / "run")
-        start(method, f"--resume run-{name}")
-        assert outcome(folder / f"run-{name}") == outcome(folder / f"hand-{name}")
+        baseline, hand = folder / f"run-{name}", folder / f"hand-{name}"
+        assert {file.name for file in baseline.iterdir()} == files
+        start(method, f"{CUTS[method]} {by_hand} --no-compare --out {hand}")
+        assert outcome(baseline) == outcome(hand) != outcome(folder / "run")
+        start(method, f"--resume {baseline}")
+        assert outcome(baseline) == outcome(hand)
 
 
-@pytest.mark.parametrize("typed", ["cut", "cut/", "./cut"])
+@pytest.mark.parametrize("typed", ["cut", "./cut/"])
 def test_a_run_that_was_stopped_in_its_baseline_goes_on_there(start, start_and_stop, capsys, typed):
     folder = start(entropy_weighting, CUTS[entropy_weighting] + "--out whole")
+    printed = capsys.readouterr().out.replace("whole", "cut")
     start_and_stop(entropy_weighting, CUTS[entropy_weighting] + "--out cut", 3, "cut-equal")
-    assert torch.load(folder / "cut-equal/checkpoint.pt")["state"]["round"] == 2
-    printed = [line.replace("whole", "cut") for line in capsys.readouterr().out.splitlines()]
+    capsys.readouterr()
     start(entropy_weighting, f"--resume {typed}")
     for name in ("", "-equal"):
         assert outcome(folder / f"cut{name}") == outcome(folder / f"whole{name}")
-    assert capsys.readouterr().out.splitlines() == printed[:-1], "the run that was stopped printed its first line"
-    assert {file.name for file in folder.iterdir()} == {"whole", "whole-equal", "cut", "cut-equal"}
+    assert capsys.readouterr().out == printed
+    assert len(list(folder.iterdir())) == 4
+
+
+@pytest.mark.parametrize("method", CUTS)
+def test_a_copy_under_another_name_runs(method, tmp_path, monkeypatch, start, whole):
+    (tmp_path / "mine.py").write_text(Path(method.__file__).read_text())
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    import mine
+
+    folder = start(mine, CUTS[method] + "--no-compare --out run")
+    assert outcome(folder / "run") == outcome(whole(method))
+
+
+# ------------------------------------------------------------------------ several seeds and domains
+
+
+def test_several_seeds_and_domains_are_runs_as_by_hand_and_resume_repeats_nothing(
+    start, start_and_stop, capsys, monkeypatch
+):
+    cut = CUTS[fediir].replace("dark", "all").replace("rounds 4", "rounds 2")
+    cut += "--gamma 9 --seed 1 2 --out all"
+    start_and_stop(fediir, cut, 2, "seed2-light-fedavg")
+    rounds, train = [], Trainer.train
+
+    def count(self, *args, **more):
+        rounds.append(args[4])
+        return train(self, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train", count)
+        folder = start(fediir, "--resume all")
+        assert rounds == [2, 1, 2, 1, 2], "half a baseline, and one domain with its baseline"
+        start(fediir, "--resume all")
+        assert len(rounds) == 5, "there is nothing left to do"
+    printed = capsys.readouterr().out.splitlines()
+
+    ends = {"FedIIR": {}, "FedAvg": {}}  # name -> domain -> OOD, a number for each seed
+    for seed, domain, name in itertools.product("12", ("light", "dark"), ends):
+        by_hand = cut.replace("all", domain, 1).replace("1 2 --out all", f"{seed} --no-compare")
+        by_hand += f" --out {name}{seed}{domain}" + " --gamma 0" * (name == "FedAvg")
+        start(fediir, by_hand)
+        found = folder / f"all/seed{seed}-{domain}{'-fedavg' * (name == 'FedAvg')}"
+        assert outcome(found) == outcome(folder / f"{name}{seed}{domain}")
+        mean = np.mean([100 * float(row["ood_accuracy"]) for row in read_rows(found)])
+        ends[name].setdefault(domain, []).append(mean)
+    for of_domain in ends.values():
+        of_domain[""] = np.mean([of_domain["light"], of_domain["dark"]], 0)
+    for domain, ours in ends["FedIIR"].items():
+        theirs = ends["FedAvg"][domain]
+        bounds = ttest_rel(ours, theirs).confidence_interval(0.95)
+        shown = f"{np.subtract(ours, theirs).mean():.1f} ({bounds.low:.1f} to {bounds.high:.1f})"
+        row = "FedIIR - FedAvg" + f", {domain}" * bool(domain)
+        assert "0.0 to" not in shown and sum(
+            line.strip().startswith(f"{row}  ") and line.endswith(f"  {shown}") for line in printed
+        ) == 2, (row, shown, printed)  # fmt: skip
+
+
+def test_the_interval_is_that_of_a_paired_t_test():
+    ours, theirs = np.random.default_rng(0).random((2, 7))
+    expected = ttest_rel(ours, theirs).confidence_interval(0.95)
+    found = compare.interval(ours - theirs)
+    assert found == pytest.approx(((ours - theirs).mean(), expected.low, expected.high))
+
+
+def test_a_prediction_is_judged_only_where_it_applies(start, capsys):
+    assert parse(minimax_select, "--seed", "3", "--out", "x").is_example
+    assert not parse(minimax_select, "--selection", "maxsim").is_example
+    args = settings(is_example=True, seed=[0], rounds=2, clients=4, width=0.1, out="run", lr=1e-9)
+    same = {"same": {"seed": 0, "momentum": 0.5}}  # a learning rate that moves nothing: a tie
+    start(fedavg, WU + "--no-compare --out first")  # for the tiny data
+    args.server_lr, args.selection, args.weighting = 1.0, "random", "size"
+    compare.compare(args, fedavg.federate, "ours", same, "it gains", {"ood_accuracy": "above"})
+    assert capsys.readouterr().out.endswith("This is NOT as predicted.\n")
+
+
+# ----------------------------------------------------------------------------------------- mistakes
+
+MISTAKES = [
+    (fedavg, "--dataset cifar11", "--dataset cifar11: choose from"),
+    (fedavg, "--dataset mnist --data-dir empty", "--data-dir"),
+    (fedavg, "--dataset full", "holds no images"),
+    (fedavg, "--dataset mixed", "in train/ and test/, and no other folder"),
+    (fedavg, "--dataset broken --partition domain", "1.png cannot be read as an image"),
+    (fedavg, "--rounds 0", "--rounds: 0 is out of range"),
+    (fedavg, "--rounds 1e3", "--rounds: invalid whole number value: '1e3'"),
+    (fedavg, "--rounds", "--rounds: expected one argument"),
+    (fedavg, "--round 3", "--round"),
+    (fedavg, "--lr nan", "--lr: nan is out of range"),
+    (uefl, "--lr -1", "--lr: -1 is out of range"),
+    (fedavg, "--momentum 1", "out of range: 0 to 0.999"),
+    (fedavg, "--seed -1", "--seed: -1 is out of range"),
+    (fedavg, "--rotate left", "--rotate: invalid number value: 'left'"),
+    (uefl, "--partition domain --rotate 0 360", "name each angle once"),
+    (fedavg, "--clients 40 --participating 50", "--participating 50 is more than the 40 clients"),
+    (fedavg, "--participating 40 --sample 50", "--sample 50: only 40 clients participate"),
+    (fedavg, "--clients 5000", "lower --clients"),
+    (fedavg, "--partition iid --clients 12000", "lower --clients"),
+    (fedavg, "--partition domain --clients 15000", "lower --clients"),
+    (fedavg, "--partition domain --clients 3", "--clients 3 is fewer than the 5 training domains"),
+    (minimax_select, "--clients 3", "over 3 clients"),
+    (fedavg, "--test-domain gothic", "no domain 'gothic' in glyphs; its domains are sans, serif"),
+    (fedavg, "--dataset broken --test-domain all", "1.png cannot be read"),
+    (fediir, "--dataset broken", "1.png cannot be read"),
+    (fedavg, "--partition silos", "needs --silos"),
+    (uefl, "--silos 3 3", "give a number for each of 3 domains"),
+    (uefl, "--silos 0 0 0", "not all of them 0"),
+    (uefl, "--silo-size 50000", "lower --silo-size"),
+    (fedavg, "--model vgg99", "--model: invalid choice: 'vgg99'"),
+    (fedavg, "--model vgg16", "--model vgg16 does not take images of shape"),
+    (uefl, "--model convnet", "convnet has no dropout"),
+    (uefl, "--segments 7", "--segments 7 does not divide"),
+    (fedavg, "--pretrained", "no ImageNet weights for cnn"),
+    (fedavg, "--pretrained weights.pt --model resnet18", "cannot be loaded from weights.pt"),
+    (fedavg, "--device cuda:77", "--device cuda:77 cannot be used"),
+    (fedavg, "--device meta", "only cpu and cuda"),
+    (fedavg, "--selection best", "--selection"),
+    (convex_hull_select, "--hull-dim 9", "--hull-dim: 9 is out of range: 1 to 8"),
+    (fedavg, "--small", "glyphs is small already"),
+    (fedavg, "--out ", "--out: is empty"),
+    (fedavg, "--out full", "full is taken: choose another --out"),
+    (fedavg, "--out full --seed 1 2", "full is taken: choose another --out"),
+    (fedavg, "--out full/notes.txt", "notes.txt is taken"),
+    (fedavg, "--resume nowhere", "no run to resume"),
+    (fedavg, "--resume torn", "no run to resume"),
+    (uefl, "--resume full", "no run to resume"),
+    (uefl, "--resume other", "a run of fedavg.py"),
+    (fedavg, "--partition iid --dirichlet 0.5", "--dirichlet has no effect"),
+    (uefl, "--clients 9", "--clients has no effect with --partition silos"),
+    (fedavg, "--optimizer adam --momentum 0.9", "--momentum has no effect"),
+]
+
+
+@pytest.mark.parametrize(("method", "typed", "says"), MISTAKES, ids=[m[1] for m in MISTAKES])
+def test_a_mistake_is_one_clear_line_and_writes_nothing(
+    method, typed, says, tmp_path, monkeypatch, launched
+):
+    monkeypatch.chdir(tmp_path)
+    for file, text in {
+        "full/notes.txt": "mine",
+        "torn/args.json": '{"method": "fed',
+        "other/args.json": '{"flags": {"method": "fedavg", "seed": 0}}',
+        **dict.fromkeys(["mixed/train/cat/1.png", "mixed/sketch/cat/1.png"], "no image"),
+        **dict.fromkeys(["broken/photo/cat/1.png", "broken/photo/dog/1.png"], "no image"),
+    }.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    before = sorted(tmp_path.rglob("*"))
+    code, lines = launched(method, lambda: method.main(typed.split(" ")))
+    assert code == 2 and len(lines) == 1 and says in lines[0], lines
+    assert lines[0].startswith(f"{method.__name__}.py: ")
+    after = sorted(p for p in tmp_path.rglob("*") if "empty" not in p.parts)
+    assert after == before, "torchvision may make its own empty folder, but nothing else appears"
+
+
+@pytest.mark.parametrize("lr", ["1e8", "1e9"])
+def test_divergence_is_named(start, launched, lr):
+    """With 1e8 all weights stay finite, but the largest of NaN logits would be class 0."""
+    cut = CUTS[fedavg] + f"--local-epochs 3 --out run --lr {lr}"
+    code, lines = launched(fedavg, lambda: start(fedavg, cut))
+    assert code == 2 and lines[-1].startswith("fedavg.py: training diverged")
+    assert lines[-1].endswith("lower --lr")
 
 
 def test_a_baseline_never_overwrites_another_run(start):
@@ -134,402 +311,91 @@ def test_a_baseline_never_overwrites_another_run(start):
     assert outcome(folder / "run-equal") == before and not (folder / "run").exists()
 
 
-def test_a_resumed_runs_clock_goes_on(start, whole):
+@pytest.mark.parametrize("changed", ["typed", "flags", "data", "code"])
+def test_a_run_does_not_go_on_with_other_flags_data_or_code(
+    start, whole, launched, tmp_path, monkeypatch, changed
+):
     folder = whole(fedavg)
-    before = read_rows(folder)
-    start(fedavg, "--resume whole")
-    assert read_rows(folder) == before, "there was nothing left to do"
-
-
-@pytest.mark.parametrize("lr", ["1e8", "1e9"])
-def test_divergence_is_named(start, capsys, lr):
-    """With 1e8 all weights stay finite, but the model's logits are NaN, and the largest of NaNs would be class 0."""
-    with pytest.raises(SystemExit) as end:
-        runs.launch("fedavg.py", lambda: start(fedavg, CUTS[fedavg] + f"--local-epochs 3 --out run --lr {lr}"))
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert end.value.code == 2 and said.startswith("fedavg.py: training diverged") and said.endswith("lower --lr")
-
-
-@pytest.mark.parametrize("partition", ["dirichlet", "iid", "specialists"])
-def test_label_skew_does_not_inherit_the_rotations_of_silos(partition):
-    assert parse(uefl, "--partition", partition).rotate is None
-    assert parse(uefl, "--partition", partition, "--rotate", "15").rotate == [15]
-    assert parse(uefl).rotate == parse(uefl, "--partition", "domain").rotate == [0, -50, 120]
-
-
-def test_without_out_a_new_folder_is_made_each_time(start, monkeypatch):
-    """Also for runs that start in the same second."""
-
-    class Clock(flags.datetime):
-        @classmethod
-        def now(cls):
-            return super().now().replace(year=2030, month=1, day=1, hour=0, minute=0, second=0)
-
-    monkeypatch.setattr(flags, "datetime", Clock)
-    for _ in range(3):
-        folder = start(fedavg, CUTS[fedavg].replace("--rounds 4", "--rounds 1 --no-compare"))
-    assert len(list((folder / "runs").iterdir())) == 3
-
-
-def test_flags_are_kept(start):
-    folder = start(fedavg, CUTS[fedavg] + "--no-compare --out run --lr 0.07")
-    kept = json.loads((folder / "run/args.json").read_text())
-    assert kept["flags"]["lr"] == 0.07 and kept["flags"]["partition"] == "dirichlet" and kept["method"] == "fedavg"
-
-
-MISTAKES = [
-    (fedavg, "--dataset cifar11", "--dataset cifar11: choose from"),
-    (fedavg, "--dataset missing/folder", "--dataset missing/folder: choose from"),
-    (fedavg, "--dataset mnist --data-dir empty", "--data-dir"),
-    (fedavg, "--dataset full", "holds no images"),
-    (fedavg, "--dataset mixed", "give train/ and test/, and no other folder"),
-    (fedavg, "--dataset broken --partition domain", "1.png cannot be read as an image"),
-    (fedavg, "--dataset ", "--dataset: is empty"),
-    (fedavg, "--rounds 0", "--rounds: 0 is out of range"),
-    (fedavg, "--rounds many", "--rounds: invalid whole number value: 'many'"),
-    (fedavg, "--rounds 1e3", "--rounds: invalid whole number value: '1e3'"),
-    (fedavg, "--rounds", "--rounds: expected one argument"),
-    (fedavg, "--roudns 3", "--roudns"),
-    (fedavg, "--round 3", "--round"),
-    (fedavg, "--lr nan", "--lr: nan is out of range"),
-    (fedavg, "--lr inf", "--lr: inf is out of range"),
-    (uefl, "--lr -1", "--lr: -1 is out of range"),
-    (fedavg, "--momentum 1", "between 0 and 0.999"),
-    (fedavg, "--seed -1", "--seed: -1 is out of range"),
-    (fedavg, "--seed 99999999999999999999 --rotate 0 90", "--seed: 99999999999999999999 is out of range"),
-    (fedavg, "--rotate left", "--rotate: invalid number value: 'left'"),
-    (fedavg, "--rotate 0 nan", "--rotate: nan is out of range"),
-    (fedavg, "--rotate 15 15", "name each angle once"),
-    (uefl, "--partition domain --rotate 0 360", "name each angle once"),
-    (fedavg, "--clients 40 --participating 50", "--participating 50 is more than the 40 clients"),
-    (fedavg, "--participating 40 --sample 50", "--sample 50: only 40 clients participate"),
-    (fedavg, "--participating 0", "--participating: 0 is out of range"),
-    (fedavg, "--clients 5000", "lower --clients"),
-    (fedavg, "--partition iid --clients 12000", "lower --clients"),
-    (fedavg, "--partition domain --clients 15000 --participating 40", "lower --clients"),
-    (fedavg, "--partition domain --clients 3", "--clients 3 is fewer than the 5 domains"),
-    (minimax_select, "--clients 3", "more than 3 clients"),
-    (fediir, "--dataset glyphs --clients 11000 --participating 12 --sample 4", "lower --clients"),
-    (fedavg, "--test-domain gothic", "no domain 'gothic' in glyphs; its domains are sans, serif"),
-    (fedavg, "--test-domain stix --partition dirichlet --rotate 0 90", "'stix' in glyphs; its domains are 0, 90"),
-    (fediir, "--dataset broken", "--test-domain is missing"),
-    (fedavg, "--partition silos", "needs --silos"),
-    (uefl, "--silos 3 3", "--silos [3, 3]: give a number for each of the 3 domains"),
-    (uefl, "--silos 0 0 0", "not all of them 0"),
-    (uefl, "--silo-size 50000", "do not fit"),
-    (fedavg, "--model vgg99", "--model: invalid choice: 'vgg99'"),
-    (fedavg, "--model vgg16", "--model vgg16 does not take images of shape"),
-    (uefl, "--model convnet", "convnet has no dropout"),
-    (uefl, "--segments 7", "--segments 7 does not divide the 16 channels"),
-    (fedavg, "--pretrained", "no ImageNet weights for cnn"),
-    (fedavg, "--model resnet18 --pretrained ", "--pretrained: is empty"),
-    (fedavg, "--pretrained weights.pt --model resnet18", "the weights of resnet18 cannot be loaded from weights.pt"),
-    (fedavg, "--device cuda:77", "--device cuda:77 cannot be used"),
-    (fedavg, "--device gpu", "--device gpu cannot be used"),
-    (fedavg, "--device meta", "only cpu and cuda are supported"),
-    (fedavg, "--precision float16", "--precision"),
-    (fedavg, "--selection best", "--selection"),
-    (convex_hull_select, "--sample 41", "--sample 41: only 40 clients participate"),
-    (convex_hull_select, "--hull-dim 9", "--hull-dim: 9 is out of range: between 1 and 8"),
-    (fediir, "--gamma -0.1", "--gamma: -0.1 is out of range"),
-    (uefl, "--dropout 1.5", "--dropout: 1.5 is out of range"),
-    (uefl, "--iterations 0", "--iterations: 0 is out of range"),
-    (fedavg, "--out ", "--out: is empty"),
-    (fedavg, "--out full", "full is taken: choose another --out"),
-    (fedavg, "--out full/", "full is taken: choose another --out"),
-    (fedavg, "--out full/notes.txt", "notes.txt is taken"),
-    (fedavg, "--resume ", "--resume: is empty"),
-    (fedavg, "--resume nowhere", "no run to resume"),
-    (fedavg, "--resume torn", "no run to resume"),
-    (uefl, "--resume full", "no run to resume"),
-    (uefl, "--resume other", "a run of fedavg.py, not of uefl.py"),
-    (fedavg, "--partition iid --dirichlet 0.5", "--dirichlet has no effect here"),
-    (fedavg, "--silos 3 1 1", "--silos has no effect here: it needs --partition silos"),
-    (uefl, "--clients 9", "--clients has no effect here: --silos says how many there are"),
-    (fedavg, "--optimizer adam --momentum 0.9", "--momentum has no effect here"),
-    (fedavg, "--resume other --out new", "--out has no effect here: --resume continues in its own folder"),
-]
-
-
-def test_each_rule_about_flags_without_effect_has_its_mistake():
-    refused = {says.split()[0] for _, _, says in MISTAKES if "has no effect here" in says}
-    assert refused == {f"--{flag}" for flag, _, _ in flags.USELESS}
-
-
-@pytest.mark.parametrize(("method", "flags", "says"), MISTAKES, ids=[m[1] for m in MISTAKES])
-def test_a_mistake_is_one_clear_line_and_writes_nothing(method, flags, says, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/notes.txt").write_text("mine")
-    for folder in ("mixed/train/cat", "mixed/sketch/cat", "broken/photo/cat", "broken/photo/dog", "torn"):
-        (tmp_path / folder).mkdir(parents=True)
-        if folder != "torn":
-            (tmp_path / folder / "1.png").write_bytes(b"no image")
-    (tmp_path / "torn/args.json").write_text('{"method": "fed')
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/args.json").write_text('{"method": "fedavg", "name": "fedavg", "flags": {}}')
-    before = sorted(p for p in tmp_path.rglob("*"))
-    with pytest.raises(SystemExit) as end:
-        runs.launch(f"{method.__name__}.py", lambda: method.main(flags.split(" ")))
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert end.value.code == 2
-    assert len(lines) == 1 and says in lines[0] and lines[0].startswith(f"{method.__name__}.py: ")
-    after = sorted(p for p in tmp_path.rglob("*") if "empty" not in p.parts)
-    assert after == before, "torchvision may make its own empty folder, but nothing else appears"
-
-
-def test_the_words_of_flags_are_read_back_as_these_flags():
-    for words in (
-        "--dataset glyphs --rotate -50 0.1 120 --test-domain -50 --lr 1e-12",
-        "--partition silos --silos 3 0 1 --rotate 0 1 2 --no-compare --small --dataset mnist",
-        "--pretrained --model resnet18 --dataset -x",
-    ):
-        args = vars(parse(fedavg, *words.replace("--dataset -x", "--dataset=-x").split()))
-        again = flags.typed({flag: value for flag, value in args.items() if flag not in ("method", "name")})
-        assert vars(parse(fedavg, *again)) == args
-
-
-def test_a_resumed_run_keeps_its_flags(start, whole, capsys):
-    before = outcome(whole(fedavg))
-    with pytest.raises(SystemExit):
-        runs.launch("fedavg.py", lambda: start(fedavg, "--resume whole --lr 3"))
-    assert "was run with --lr 0.1, not 3.0" in capsys.readouterr().err
-    assert outcome(Path("whole")) == before
-
-
-@pytest.mark.parametrize("damage", ["empty", "garbage", "cut", "a bit", "of another format"])
-def test_a_damaged_checkpoint_is_refused(start, whole, capsys, damage):
-    folder = whole(fedavg)
-    before, content = (folder / "metrics.csv").read_bytes(), (folder / "checkpoint.pt").read_bytes()
-    middle = len(content) // 2
-    damaged = {
-        "empty": b"",
-        "garbage": b"not a checkpoint",
-        "cut": content[:-1],
-        "a bit": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
-        "of another format": content[:-32],
-    }[damage]
-    (folder / "checkpoint.pt").write_bytes(damaged)
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        runs.launch("fedavg.py", lambda: start(fedavg, "--resume whole"))
-    said = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2 and len(said) == 1 and "checkpoint.pt is damaged or was changed" in said[0]
-    assert (folder / "metrics.csv").read_bytes() == before and (folder / "checkpoint.pt").read_bytes() == damaged
-
-
-def change(file, **entries):
-    """Replaces entries of a checkpoint, and its checksum."""
-    content = BytesIO()
-    torch.save({**torch.load(file), **entries}, content)
-    file.write_bytes(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
-
-
-def test_a_checkpoint_that_belongs_elsewhere_is_refused(start, whole, capsys):
-    folder = whole(fedavg)
-    good = torch.load(folder / "checkpoint.pt")
-    for entries, says in [
-        ({"flags": {**good["flags"], "seed": 1}}, "have different flags, so they belong to different runs"),
-        ({"data": good["data"] + 1}, "belongs to other data"),
-        ({"version": 3}, "was written by another version of this project"),
-    ]:
-        change(folder / "checkpoint.pt", **entries)
-        with pytest.raises(SystemExit):
-            runs.launch("fedavg.py", lambda: start(fedavg, "--resume whole"))
-        assert says in capsys.readouterr().err
-        change(folder / "checkpoint.pt", **good)
-    start(fedavg, "--resume whole")
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "says"),
-    [
-        ("lr", 0.5, "have different flags, so they belong to different runs"),
-        ("width", 0, "--width: 0 is out of range"),
-        ("seed", -1, "--seed: -1 is out of range"),
-        ("selection", "Random", "--selection: invalid choice: 'Random'"),
-        ("lr", float("nan"), "--lr: nan is out of range"),
-        ("rounds", 4.5, "--rounds: invalid whole number value: '4.5'"),
-        ("rotate", [], "--rotate: expected at least one argument"),
-        ("rotate", {"0": 1}, "--rotate"),
-        ("unknown", 1, "--unknown"),
-    ],
-)
-def test_flags_that_were_edited_are_read_as_if_they_were_typed(start, whole, capsys, flag, value, says):
-    folder = whole(fedavg)
-    before, args = outcome(folder), json.loads((folder / "args.json").read_text())
-    args["flags"][flag] = value
-    (folder / "args.json").write_text(json.dumps(args))
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        runs.launch("fedavg.py", lambda: start(fedavg, "--resume whole"))
-    said = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2 and len(said) == 1 and says in said[0]
+    before, more, says = outcome(folder), "", f"belongs to other {changed}"
+    if changed == "typed":
+        more, says = "--lr 3", "was run with another --lr: leave --lr out"
+    elif changed == "flags":
+        file = folder / "args.json"
+        file.write_text(file.read_text().replace('"rounds": 4', '"rounds": 9'))
+    elif changed == "data":
+        fingerprint = common.data.Dataset.fingerprint
+        monkeypatch.setattr(common.data.Dataset, "fingerprint", lambda data: fingerprint(data) + 1)
+    else:
+        (tmp_path / "fedavg.py").write_text(Path(fedavg.__file__).read_text() + "# changed")
+        monkeypatch.setattr(fedavg, "__file__", str(tmp_path / "fedavg.py"))
+    code, lines = launched(fedavg, lambda: start(fedavg, f"--resume whole {more}"))
+    assert code == 2 and len(lines) == 1 and says in lines[0], lines
     assert outcome(folder) == before
 
 
-@pytest.mark.parametrize("content", [None, "", "round\n", "round,seconds\n1,0.5\n4,2\n", "\ufeffround\n1\n"])
-def test_metrics_that_were_changed_are_whole_again_at_the_end(start, whole, monkeypatch, content):
-    """While the run writes them, or before it is resumed. None: deleted."""
-    expected = outcome(whole(fedavg))
-    record = runs.Run.record
-
-    def damage(file):
-        file.unlink() if content is None else file.write_text(content)
-
-    def record_and_damage(self, *args, **values):
-        record(self, *args, **values)
-        if self.t < 4:
-            damage(self.folder / "metrics.csv")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runs.Run, "record", record_and_damage)
-        folder = start(fedavg, CUTS[fedavg] + "--no-compare --out run") / "run"
-    assert outcome(folder) == expected
-    before = (folder / "metrics.csv").read_bytes()
-    damage(folder / "metrics.csv")
-    start(fedavg, "--resume run")
-    assert (folder / "metrics.csv").read_bytes() == before
-
-
-def test_evaluations_come_every_so_many_rounds_and_after_the_last(start):
-    found = read_rows(start(fedavg, CUTS[fedavg] + "--evaluate-every 3 --no-compare --out run") / "run")
-    assert [r["round"] for r in found if r["id_accuracy"]] == ["3", "4"]
-    assert all(bool(r["id_accuracy"]) == bool(r["ood_accuracy"]) and r["train_loss"] for r in found)
+@pytest.mark.parametrize("damage", [b"", b"no checkpoint", "cut"])
+def test_a_damaged_checkpoint_is_refused(start, whole, launched, damage):
+    file = whole(fedavg) / "checkpoint.pt"
+    damage = file.read_bytes()[:-1] if damage == "cut" else damage
+    file.write_bytes(damage)
+    code, lines = launched(fedavg, lambda: start(fedavg, "--resume whole"))
+    assert code == 2 and len(lines) == 1 and "checkpoint.pt cannot be read" in lines[0], lines
+    assert file.read_bytes() == damage
 
 
 @pytest.mark.parametrize(
-    ("where", "says"), [("Run.record", "stopped; continue with --resume run"), ("check_free", "stopped")]
+    ("where", "says"),
+    [("runs.Run.record", "stopped; continue with --resume run"), ("compare.check_free", "stopped")],
 )
-def test_ctrl_c_is_one_line_that_says_how_to_go_on(start, capsys, monkeypatch, where, says):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
-    monkeypatch.setattr(f"common.runs.{where}", lambda *args, **values: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(SystemExit) as end:
-        runs.launch("fedavg.py", lambda: start(fedavg, CUTS[fedavg] + "--out run"))
-    assert end.value.code == 130 and capsys.readouterr().err.splitlines()[-1] == f"fedavg.py: {says}"
+def test_ctrl_c_is_one_line_that_says_how_to_go_on(start, launched, monkeypatch, where, says):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore Ctrl-C
+    stop = lambda *args, **values: signal.raise_signal(signal.SIGINT)  # noqa: E731
+    monkeypatch.setattr(f"common.{where}", stop)
+    code, lines = launched(fedavg, lambda: start(fedavg, CUTS[fedavg] + "--out run"))
+    assert code == 130 and lines[-1] == f"fedavg.py: {says}"
 
 
 def test_from_the_shell(tmp_path):
-    end = subprocess.run(
-        [sys.executable, ROOT / "uefl.py", "--dataset", "nope"], cwd=tmp_path, capture_output=True, text=True
-    )
+    words = [sys.executable, ROOT / "uefl.py", "--dataset", "nope"]
+    end = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert end.returncode == 2 and end.stdout == "" and len(end.stderr.splitlines()) == 1
-    assert end.stderr.startswith("uefl.py: --dataset nope: choose from") and not list(tmp_path.iterdir())
+    assert end.stderr.startswith("uefl.py: --dataset nope: choose from")
+    assert not list(tmp_path.iterdir())
 
 
-# ------------------------------------------------------------------------------------------ pieces that people copy
+# -------------------------------------------------------------------------------------------- flags
 
 
-def copied(file, *names):
-    """The named functions and classes of a file, executed with torch, numpy and scipy and nothing of this project."""
-    body = [
-        node
-        for node in ast.parse((ROOT / file).read_text()).body
-        if getattr(node, "name", None) in names
-        or (
-            isinstance(node, ast.Import)
-            and all(a.name.split(".")[0] in ("torch", "numpy", "warnings") for a in node.names)
-        )
-        or (isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("torch", "scipy", "dataclasses"))
-    ]
-    space = {"__name__": "elsewhere"}
-    exec(compile(ast.Module(body, []), file, "exec"), space)
-    return [space[name] for name in names]
+def test_label_skew_does_not_inherit_the_rotations_of_silos():
+    assert parse(uefl, "--partition", "iid").rotate is None
+    assert parse(uefl, "--partition", "iid", "--rotate", "15").rotate == [15]
+    assert parse(uefl).rotate == parse(uefl, "--partition", "domain").rotate == [0, -50, 120]
 
 
-def test_fedavgs_pieces_run_alone():
-    (select,) = copied("fedavg.py", "select_power_of_choice")
-    (weights,) = copied("common/server.py", "aggregation_weights")
-    assert select(torch.tensor([1.0, 4, 3, 2]), 2).tolist() == [1, 2]
-    assert weights(torch.tensor([1.0, 3.0]), "size").tolist() == [0.25, 0.75]
-
-
-def test_uefls_pieces_run_alone():
-    names = ("ExtensibleCodebook", "predictive_entropy", "uncertain", "average_codewords")
-    codebook_class, entropy, uncertain, average = copied("uefl.py", *names)
-    codebook = codebook_class(8, 4, segments=2)
-    codebook.extend(torch.randn(8, 2))
-    output, loss, index = codebook(torch.randn(5, 9, 4), torch.arange(16) % 2 == 0)
-    loss.backward()
-    assert output.shape == (5, 9, 4) and (index % 2 == 0).all()
-    assert uncertain(entropy(torch.rand(3, 5, 10).softmax(2)), 0.1).shape == (5,)
-    before = codebook.codewords.detach()
-    assert average(before, before[None], torch.ones(1), torch.ones(1, 16, dtype=torch.bool)).shape == (16, 2)
-
-
-def test_the_pieces_of_wu_et_al_run_alone():
-    (weights,) = copied("entropy_weighting.py", "entropy_weights", "label_entropy")[:1]
-    assert weights(torch.tensor([[2.0, 2.0], [5.0, 5.0]])).tolist() == [0.5, 0.5]
-    (select,) = copied("minimax_select.py", "minimax_clients", "minimax_select", "largest_similarity")[:1]
-    assert select(torch.tensor([[1.0, 0.1, 0], [1, 0, 0.1], [0, 1, 0]]), 1).tolist() == [2]
-    (vertices,) = copied("convex_hull_select.py", "hull_vertices", "principal_components", "vertices_of")[:1]
-    square = torch.tensor([[0.0, 0, 1], [2, 0, 1], [1, 1, 1], [0, 2, 1], [2, 2, 1]])
-    assert vertices(square, 2).tolist() == [0, 1, 3, 4]
-    (table_class,) = copied("common/server.py", "GradientTable")
-    table = table_class.empty(3, 2)
-    table.put(torch.tensor([0, 2]), torch.eye(2))
-    assert table.known(torch.arange(3)).tolist() == [0, 2]
-    assert table.cosines(torch.tensor([0, 2])).tolist() == [[1, 0], [0, 1]]
-
-
-def test_fediirs_pieces_run_alone():
-    loss, gradient_of, average = copied("fediir.py", "fediir_loss", "risk_and_gradient", "moving_average")
-    features, classifier = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
-    x, y = torch.randn(5, 3), torch.randint(2, (5,))
-    risk, g = gradient_of(classifier, features(x), y)
-    assert loss(features, classifier, x, y, average(0 * g, g, 0.0), 1.0).item() == pytest.approx(risk.item())
+def test_without_out_a_new_folder_is_made_each_time():
+    assert len({parse(fedavg).out for _ in range(9)}) == 9
 
 
 @pytest.mark.parametrize("method", CUTS)
 def test_every_default_is_one_that_a_user_could_type(method):
-    """Typed by hand, the settings of a data set give the same flags: a typo in SETTINGS or SMALL is refused."""
-    for small, table in (([], method.SETTINGS), (["--small"], flags.SMALL[method.__name__])):
-        for name, settings in table.items():
-            dataset = ["--dataset", "." if name == "folder" else name, *small, "--out", "run"]
-            assert vars(parse(method, *dataset, *flags.typed(settings))).items() >= settings.items()
-            given, typed = (vars(parse(method, *words)) for words in (dataset, [*dataset, *flags.typed(settings)]))
-            assert given == typed
+    """Typed by hand, its settings give the same flags, so a typo in them is refused."""
+    for small, table in (([], method.SETTINGS), (["--small"], method.SMALL)):
+        for name, defaults in table.items():
+            name = {"folder": ".", "other": "emnist"}.get(name, name)
+            words = ["--dataset", name, *small, "--out", "run"]
+            given = parse(method, *words)
+            assert {flag: getattr(given, flag) for flag in defaults} == defaults
+            for flag, value in defaults.items():
+                if value is not None and ("silo" not in flag or given.partition == "silos"):
+                    values = value if isinstance(value, list) else [value]
+                    words += [f"--{flag.replace('_', '-')}", *map(str, values)]
+            typed = parse(method, *words)
+            typed.is_example = given.is_example
+            assert typed == given
 
 
-@pytest.mark.parametrize(
-    "typo", [{"widht": 0.25}, {"model": "cnnn"}, {"rounds": 2.5}, {"lr": 0}, {"weighting": "Size"}]
-)
-def test_a_typo_in_settings_is_found(monkeypatch, typo):
-    monkeypatch.setitem(fedavg.SETTINGS, "mnist", {**fedavg.SETTINGS["mnist"], **typo})
-    with pytest.raises(UserError):
-        test_every_default_is_one_that_a_user_could_type(fedavg)
-
-
-@pytest.mark.parametrize("method", CUTS)
-def test_small_changes_only_what_its_cut_names(method):
-    for name, cut in flags.SMALL[method.__name__].items():
-        name = "." if name == "folder" else name
-        full, small = (vars(parse(method, "--dataset", name, "--out", "run", *more)) for more in ([], ["--small"]))
-        assert {flag for flag in full if full[flag] != small[flag]} <= {"small", *cut}
-        assert small.items() >= cut.items()
-        assert parse(method, "--dataset", name, "--small", "--rounds", "7").rounds == 7
-    with pytest.raises(UserError, match="has no small settings"):
-        parse(method, "--small")
-
-
-@pytest.mark.parametrize("method", [entropy_weighting, minimax_select, convex_hull_select])
-def test_on_a_folder_fedavg_has_the_defaults_of_the_method_it_is_compared_with(method):
-    baseline, theirs = (vars(parse(m, "--dataset", ".", "--out", "run")) for m in (fedavg, method))
-    own = {"selection", "weighting", "server_lr", "method", "name"}
-    assert {flag: value for flag, value in baseline.items() if flag not in own}.items() <= theirs.items()
-
-
-def test_the_first_line_says_what_the_run_works_on(start, capsys):
-    start(fedavg, "--width 0.1 --partition iid --clients 6 --rounds 1 --local-epochs 1 --no-compare --out run")
-    assert capsys.readouterr().out.startswith(
-        "tiny: 180 samples, 3 classes (a, b, c), 2 domains (light, dark); 6 clients (--partition iid), 2 participate; "
-        "ID on 8 samples, OOD on 60\n"
-    )
-
-
-def test_a_table_has_no_column_for_what_was_not_measured(start, capsys, monkeypatch):
-    data = make_tiny()
-    monkeypatch.setattr("common.data.load", lambda name, *args: replace(data, test=data.test[:0]))
-    start(fedavg, "--width 0.1 --partition iid --clients 4 --rounds 1 --local-epochs 1 --no-compare --out run")
-    header = capsys.readouterr().out.splitlines()[3]
-    assert header.split() == ["ID", "ID,", "selected"]
+def test_evaluations_come_every_so_many_rounds_and_after_the_last(start):
+    folder = start(fedavg, CUTS[fedavg] + "--evaluate-every 3 --no-compare --out run")
+    found = read_rows(folder / "run")
+    assert [row["round"] for row in found if row["id_accuracy"]] == ["3", "4"]
+    assert all(row["train_loss"] for row in found)

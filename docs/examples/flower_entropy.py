@@ -3,10 +3,11 @@
     pip install "flwr[simulation]"       (written for Flower 1.41)
     python flower_entropy.py             simulates six nodes
 
-Each client sends its label entropy H_i with its weights, and never its label counts. The server weights each client
-that answered by exp(H_i), divided by the sum over these clients, while the evaluation still weights by `num-examples`.
-Replace `samples_of` and `new_model` by your own. In a project for `flwr run`, name `server_app` and `client_app` in
-pyproject.toml. The server believes the entropies that the clients send.
+Each client sends its label entropy H_i with its weights, and never its label counts. The server
+weights each client that answered by exp(H_i), divided by the sum over these clients, while the
+evaluation still weights by `num-examples`. Replace `samples_of` and `new_model` by your own. In a
+project for `flwr run`, name `server_app` and `client_app` in pyproject.toml. The server believes
+the entropies that the clients send.
 """
 
 import logging
@@ -21,47 +22,58 @@ from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 from torch import Tensor
 
-# ------------------------------------------------------------------------------- copied from entropy_weighting.py
+# ----------------------------------------------------------------- copied from entropy_weighting.py
 
 
 def label_entropy(label_counts: Tensor) -> Tensor:
     """Counts of labels [M, C] -> the entropy of each row's distribution in nats, float64 [M].
 
-    Raises ValueError if the counts are not a matrix, or if a row is empty or has a negative or non-finite number.
+    Raises ValueError if the counts are not a matrix, or if a row is empty or has a negative or
+    non-finite number.
     """
     counts = label_counts.double()
-    if counts.dim() != 2 or not torch.isfinite(counts).all() or (counts < 0).any() or (counts.sum(1) == 0).any():
-        raise ValueError("label_counts must be [clients, classes], finite, not negative, with a sample in each row")
+    if (
+        counts.dim() != 2
+        or not torch.isfinite(counts).all()
+        or (counts < 0).any()
+        or (counts.sum(1) == 0).any()
+    ):
+        raise ValueError(
+            "label_counts must be [clients, classes], finite and not negative, with no empty row"
+        )
     return torch.special.entr(counts / counts.sum(1, keepdim=True)).sum(1)
 
 
-# -------------------------------------------------------------------------------------------------- your project
+# ------------------------------------------------------------------------------------- your project
 
 
 def finite(replies):
-    """Leaves out the replies with a number that is NaN or infinite, and says so in Flower's log. Errors stay."""
+    """Leaves out the replies with a NaN or infinite number, and says so in Flower's log."""
     kept = []
     for reply in replies:
-        content = reply.content if reply.has_content() else RecordDict()
-        numbers = [torch.tensor(a.numpy()) for record in content.array_records.values() for a in record.values()]
-        numbers += [torch.tensor(m) for record in content.metric_records.values() for m in record.values()]
+        content = reply.content if reply.has_content() else RecordDict()  # errors stay
+        arrays = [a for record in content.array_records.values() for a in record.values()]
+        metrics = [m for record in content.metric_records.values() for m in record.values()]
+        numbers = [torch.tensor(a.numpy()) for a in arrays] + [torch.tensor(m) for m in metrics]
         if all(n.isfinite().all() for n in numbers):
             kept.append(reply)
         else:
-            logging.getLogger("flwr").warning("node %d sent NaN and is left out", reply.metadata.src_node_id)
+            node = reply.metadata.src_node_id
+            logging.getLogger("flwr").warning("node %d sent NaN and is left out", node)
     return kept
 
 
 class EntropyWeighting(FedAvg):
-    """FedAvg with the weights of equation 14. Each training reply must have the number `entropy` in its metrics."""
+    """FedAvg with the weights of equation 14. A training reply has `entropy` among its metrics."""
 
     def aggregate_train(self, server_round, replies):
         replies = finite(replies)
         for reply in replies:
             if reply.has_content():
                 metrics = next(iter(reply.content.metric_records.values()))
-                metrics[self.weighted_by_key] = math.exp(metrics["entropy"])  # FedAvg divides by the sum
-        return super().aggregate_train(server_round, replies)  # None, None if nobody is left: the model stays
+                metrics[self.weighted_by_key] = math.exp(metrics["entropy"])  # super() normalises
+        # None, None if nobody is left: then the model stays
+        return super().aggregate_train(server_round, replies)
 
 
 def new_model():
@@ -75,7 +87,7 @@ def received_model(message):
 
 
 def samples_of(client):
-    """Random data: client 0 has one class, client 1 has two, client 2 has three, client 3 has one."""
+    """Random data: client 0 has one class, client 1 two, client 2 three, client 3 one, ..."""
     rng = torch.Generator().manual_seed(client)
     y = torch.randint(1 + client % 3, (40,), generator=rng)
     return torch.randn(40, 8, generator=rng) + 2 * F.one_hot(y, 8), y
@@ -96,7 +108,8 @@ def train(message, context):
         optimizer.step()
     entropy = label_entropy(torch.bincount(y, minlength=3)[None]).item()
     metrics = MetricRecord({"train_loss": loss.item(), "entropy": entropy, "num-examples": len(y)})
-    return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
+    content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
+    return Message(content, reply_to=message)
 
 
 @client_app.evaluate()
@@ -104,7 +117,8 @@ def train(message, context):
 def evaluate(message, context):
     model = received_model(message).eval()
     x, y = samples_of(context.node_config["partition-id"])
-    loss, accuracy = F.cross_entropy(model(x), y).item(), (model(x).argmax(1) == y).float().mean().item()
+    loss = F.cross_entropy(model(x), y).item()
+    accuracy = (model(x).argmax(1) == y).float().mean().item()
     metrics = MetricRecord({"loss": loss, "accuracy": accuracy, "num-examples": len(y)})
     return Message(RecordDict({"metrics": metrics}), reply_to=message)
 

@@ -1,12 +1,13 @@
-"""FedIIR in Flower: before training, the server asks the nodes for the gradients of their classifiers.
+"""FedIIR in Flower: before training, the server asks for the gradients of the classifiers.
 
     pip install "flwr[simulation]"       (written for Flower 1.41)
     python flower_fediir.py              simulates six nodes
 
-Each round has two exchanges. The server first averages the classifiers' gradients into the global gradient, and then
-sends it with the weights, so that the nodes train with fediir_loss. A node that fails or sends NaN in the first
-exchange does not train in this round. All nodes have equal weights, as in the paper. Replace `samples_of` and
-`new_model` by your own; the comments give the lines of the paper's Algorithm 1.
+Each round has two exchanges. The server first averages the classifiers' gradients into the global
+gradient, and then sends it with the weights, so that the nodes train with fediir_loss. A node that
+fails or sends NaN in the first exchange does not train in this round. All nodes have equal weights,
+as in the paper. Replace `samples_of` and `new_model` by your own; the comments give the lines of
+the paper's Algorithm 1.
 """
 
 import logging
@@ -22,11 +23,13 @@ from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 from torch import Tensor
 
-# ------------------------------------------------------------------------------------------ copied from fediir.py
+# ---------------------------------------------------------------------------- copied from fediir.py
 
 
-def risk_and_gradient(classifier: nn.Module, z: Tensor, y: Tensor, graph: bool = False) -> tuple[Tensor, Tensor]:
-    """The risk R (mean cross-entropy) of features z, and its gradient for the classifier, grad_omega R [Q].
+def risk_and_gradient(
+    classifier: nn.Module, z: Tensor, y: Tensor, graph: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The risk R (mean cross-entropy) of features z, and its gradient for the classifier, [Q].
 
     graph  if true, the gradient can be differentiated again
     """
@@ -38,16 +41,24 @@ def risk_and_gradient(classifier: nn.Module, z: Tensor, y: Tensor, graph: bool =
 
 
 def fediir_loss(
-    features: nn.Module, classifier: nn.Module, x: Tensor, y: Tensor, global_gradient: Tensor, gamma: float
+    features: nn.Module,
+    classifier: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    global_gradient: Tensor,
+    gamma: float,
 ) -> Tensor:
-    """R + gamma/2 ||grad_omega R - global_gradient||^2 (line 10) for the model classifier(features(x)).
+    """R + gamma/2 ||grad_omega R - global_gradient||^2 (line 10) of classifier(features(x)).
 
-    Its gradient needs second derivatives, because the penalty contains grad_omega R. Frozen parameters of the
-    classifier are no part of omega. Raises ValueError if global_gradient is not [Q], one number per weight in omega.
+    Its gradient needs second derivatives, because the penalty contains grad_omega R. Frozen
+    parameters of the classifier are no part of omega. Raises ValueError if global_gradient is not
+    [Q], one number per weight in omega.
     """
     risk, gradient = risk_and_gradient(classifier, features(x), y, graph=True)
     if global_gradient.shape != gradient.shape:
-        raise ValueError(f"global_gradient has shape {tuple(global_gradient.shape)}, not {tuple(gradient.shape)}")
+        raise ValueError(
+            f"global_gradient has shape {tuple(global_gradient.shape)}, not {tuple(gradient.shape)}"
+        )
     return risk + gamma / 2 * (gradient - global_gradient).square().sum()
 
 
@@ -56,25 +67,27 @@ def moving_average(before: Tensor, now: Tensor, v: float) -> Tensor:
     return v * before + (1 - v) * now
 
 
-# -------------------------------------------------------------------------------------------------- your project
+# ------------------------------------------------------------------------------------- your project
 
 
 def finite(replies):
-    """Leaves out the replies with a number that is NaN or infinite, and says so in Flower's log. Errors stay."""
+    """Leaves out the replies with a NaN or infinite number, and says so in Flower's log."""
     kept = []
     for reply in replies:
-        content = reply.content if reply.has_content() else RecordDict()
-        numbers = [torch.tensor(a.numpy()) for record in content.array_records.values() for a in record.values()]
-        numbers += [torch.tensor(m) for record in content.metric_records.values() for m in record.values()]
+        content = reply.content if reply.has_content() else RecordDict()  # errors stay
+        arrays = [a for record in content.array_records.values() for a in record.values()]
+        metrics = [m for record in content.metric_records.values() for m in record.values()]
+        numbers = [torch.tensor(a.numpy()) for a in arrays] + [torch.tensor(m) for m in metrics]
         if all(n.isfinite().all() for n in numbers):
             kept.append(reply)
         else:
-            logging.getLogger("flwr").warning("node %d sent NaN and is left out", reply.metadata.src_node_id)
+            node = reply.metadata.src_node_id
+            logging.getLogger("flwr").warning("node %d sent NaN and is left out", node)
     return kept
 
 
 class FedIIR(FedAvg):
-    """FedAvg with equal weights, and with a query before training that asks for the classifiers' gradients."""
+    """FedAvg with equal weights, and before training a query for the classifiers' gradients."""
 
     def __init__(self, gamma, ema, timeout=3600, **settings):
         super().__init__(**settings)
@@ -82,30 +95,35 @@ class FedIIR(FedAvg):
 
     def configure_train(self, server_round, arrays, config, grid):
         config["gamma"] = self.gamma
-        nodes = [m.metadata.dst_node_id for m in super().configure_train(server_round, arrays, config, grid)]  # line 3
-        content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
-        queries = [Message(content, node, MessageType.QUERY) for node in nodes]
+        messages = super().configure_train(server_round, arrays, config, grid)  # line 3
+        nodes = [message.metadata.dst_node_id for message in messages]
+        records = {self.arrayrecord_key: arrays, self.configrecord_key: config}
+        queries = [Message(RecordDict(records), node, MessageType.QUERY) for node in nodes]
         gradients = {}
         for reply in finite(grid.send_and_receive(queries, timeout=self.timeout)):
             node = reply.metadata.src_node_id
             if reply.has_content():
                 gradients[node] = torch.tensor(reply.content["gradient"]["g"].numpy())
             else:
-                logging.getLogger("flwr").warning("query: node %d is left out: %s", node, reply.error.reason)
+                reason = reply.error.reason
+                logging.getLogger("flwr").warning("query: node %d is left out: %s", node, reason)
         if not gradients:
             return []
         mean = torch.stack(list(gradients.values())).mean(0)
-        self.g = moving_average(torch.zeros_like(mean) if self.g is None else self.g, mean, self.ema)  # line 4
+        before = torch.zeros_like(mean) if self.g is None else self.g
+        self.g = moving_average(before, mean, self.ema)  # line 4
         gradient = ArrayRecord({"g": Array(self.g.numpy())})
-        content = RecordDict({self.arrayrecord_key: arrays, "gradient": gradient, self.configrecord_key: config})
+        content = RecordDict({**records, "gradient": gradient})
         return [Message(content, node, MessageType.TRAIN) for node in gradients]  # line 5
 
     def aggregate_train(self, server_round, replies):
         replies = finite(replies)
         for reply in replies:
             if reply.has_content():
-                next(iter(reply.content.metric_records.values()))[self.weighted_by_key] = 1.0  # line 15: equal weights
-        return super().aggregate_train(server_round, replies)  # None, None if nobody is left: the model stays
+                metrics = next(iter(reply.content.metric_records.values()))
+                metrics[self.weighted_by_key] = 1.0  # line 15: equal weights
+        # None, None if nobody is left: then the model stays
+        return super().aggregate_train(server_round, replies)
 
 
 def new_model():
@@ -144,15 +162,18 @@ def classifier_gradient(message, context):
 def train(message, context):
     model = received_model(message)  # line 6
     x, y = samples_of(context.node_config["partition-id"])
-    g, gamma = torch.tensor(message.content["gradient"]["g"].numpy()), message.content["config"]["gamma"]
+    g = torch.tensor(message.content["gradient"]["g"].numpy())
+    gamma = message.content["config"]["gamma"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in torch.randperm(len(y)).split(10):  # lines 7, 8
-        loss = fediir_loss(model.features, model.classifier, x[batch], y[batch], g, gamma)  # line 10
+        # line 10
+        loss = fediir_loss(model.features, model.classifier, x[batch], y[batch], g, gamma)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()  # line 11
     metrics = MetricRecord({"train_loss": loss.item(), "num-examples": len(y)})
-    return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
+    content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
+    return Message(content, reply_to=message)
 
 
 @client_app.evaluate()
@@ -160,7 +181,8 @@ def train(message, context):
 def evaluate(message, context):
     model = received_model(message).eval()
     x, y = samples_of(context.node_config["partition-id"])
-    loss, accuracy = F.cross_entropy(model(x), y).item(), (model(x).argmax(1) == y).float().mean().item()
+    loss = F.cross_entropy(model(x), y).item()
+    accuracy = (model(x).argmax(1) == y).float().mean().item()
     metrics = MetricRecord({"loss": loss, "accuracy": accuracy, "num-examples": len(y)})
     return Message(RecordDict({"metrics": metrics}), reply_to=message)
 

@@ -1,13 +1,14 @@
-"""Minimax or hull selection in Flower: the server trains the nodes whose updates nobody else can stand in for.
+"""Minimax or hull selection in Flower: train the nodes for whom no other can stand in.
 
     pip install "flwr[simulation]"       (written for Flower 1.41)
     python flower_selection.py           simulates six nodes
 
-The server keeps the latest update of each node: w before training minus w after it, of the parameters only. A node
-without one trains once to enter the table, so round 1 trains everybody and leaves the model as it is. Afterwards the
-selected nodes train, and the server averages their models with equal weights, batch norm's running statistics included.
-A node that fails or sends NaN keeps its earlier update. UpdateSelection(names, k=2) selects two nodes per round by
-minimax, and UpdateSelection(names, hull_dim=2) the nodes on the hull in two dimensions; fraction_train and
+The server keeps the latest update of each node: w before training minus w after it, of the
+parameters only. A node without one trains once to enter the table, so round 1 trains everybody and
+leaves the model as it is. Afterwards the selected nodes train, and the server averages their models
+with equal weights, batch norm's running statistics included. A node that fails or sends NaN keeps
+its earlier update. UpdateSelection(names, k=2) selects two nodes per round by minimax, and
+UpdateSelection(names, hull_dim=2) the nodes on the hull in two dimensions; fraction_train and
 min_train_nodes have no effect. Replace `samples_of` and `new_model` by your own.
 """
 
@@ -25,59 +26,71 @@ from flwr.simulation import run_simulation
 from scipy.spatial import ConvexHull
 from torch import Tensor
 
-# ---------------------------------------------------------------------------------- copied from minimax_select.py
+# -------------------------------------------------------------------- copied from minimax_select.py
+
+
+def cosines(g: Tensor) -> Tensor:
+    """Cosine similarities of the rows of g [M, P]: float64 [M, M], symmetric, NaN for zeros."""
+    products = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
+    for part in g.split(2**11, dim=1):  # short float32 sums, added up in float64
+        products += part @ part.T
+    products = (products + products.T) / 2  # so that ties are ties, in spite of rounding
+    length = products.diagonal().sqrt()
+    return products / (length[:, None] * length)
 
 
 def largest_similarity(similarity: Tensor) -> Tensor:
-    """S*_i = max over j != i of similarity [M, M]: [M] (Algorithm 1, lines 2 to 9). Raises ValueError for NaN."""
-    if similarity.isnan().any():
-        raise ValueError("a similarity is NaN: leave out clients whose update is unknown, zero or not finite")
+    """S*_i = max over j != i of similarity [M, M]: [M] (Algorithm 1, lines 2 to 9)."""
     itself = torch.eye(len(similarity), dtype=torch.bool, device=similarity.device)
     return similarity.masked_fill(itself, -torch.inf).amax(1)
 
 
-def minimax_select(similarity: Tensor, k: int) -> Tensor:
-    """The k clients with the smallest S*_i, from their similarities [M, M]: int64 [k], ascending.
+def usable_rows(g: Tensor) -> Tensor:
+    """The rows of g [M, P] that have a direction, int64: those that are finite and not zero."""
+    squares = torch.linalg.vector_norm(g, dim=1).square()  # their products must be finite, too
+    return torch.nonzero((squares > 0) & torch.isfinite(squares)).flatten()
 
-    Equation 16, and lines 10 to 16 of Algorithm 1 of Wu et al. Ties go to the smaller index.
+
+def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
+    """The k clients with the smallest S*_i (equation 16; Algorithm 1): int64 [k], ascending.
+
+    g        the clients' updates [M, P]: weights before training minus weights after it, so do not
+             pass weights
+    largest  takes the largest S*_i instead, which is MaxSim
+
+    Ties go to the smaller index. Updates that are zero or not finite are never selected. Raises
+    ValueError if g is not a matrix, or has fewer than k usable rows.
     """
-    return largest_similarity(similarity).sort(stable=True).indices[:k].sort().values
-
-
-def minimax_clients(updates: Tensor, k: int) -> Tensor:
-    """minimax_select for other projects: the k clients, from their updates [M, P].
-
-    An update is the weights before training minus the weights after it, so do not pass weights. Updates that are zero
-    or not finite are never selected. Returns rows of `updates`, int64 [k], ascending, on the device of `updates`.
-    Raises ValueError if `updates` is not a matrix, or has fewer than k usable rows.
-    """
-    if updates.dim() != 2:
-        raise ValueError(f"updates must be [clients, parameters], not {tuple(updates.shape)}")
-    length = updates.double().norm(dim=1)
-    usable = torch.nonzero((length > 0) & torch.isfinite(length)).flatten()
+    if g.dim() != 2:
+        raise ValueError(f"g must be [clients, parameters], not {tuple(g.shape)}")
+    usable = usable_rows(g)
     if not 1 <= k <= len(usable):
-        raise ValueError(f"k = {k}: choose between 1 and the {len(usable)} usable updates (of {len(updates)})")
-    unit = updates[usable].double() / length[usable, None]
-    return usable[minimax_select(unit @ unit.T, k)]
+        raise ValueError(f"k = {k}: choose between 1 and the {len(usable)} usable updates")
+    score = largest_similarity(cosines(g[usable]))
+    return usable[score.sort(stable=True, descending=largest).indices[:k]].sort().values
 
 
-# ------------------------------------------------------------------------------ copied from convex_hull_select.py
+# ---------------------------------------------------------------- copied from convex_hull_select.py
 
 
-def principal_components(products: Tensor, dim: int, scale: bool = False) -> Tensor:
-    """Inner products [M, M] of updates -> coordinates along their first principal components, float64 [M, up to dim].
+def principal_components(g: Tensor, dim: int, scale: bool = False) -> Tensor:
+    """The rows of g [M, P] along their first principal components: float64 [M, up to dim], CPU.
 
-    scale  first scales the updates to unit length
+    scale  first scales the rows to unit length
 
-    Fewer columns are returned if the updates span fewer dimensions. Components with very small variance count as
-    rounding errors.
+    Fewer columns are returned if the rows span fewer dimensions. Components with very small
+    variance count as rounding errors.
     """
-    gram = products.double()
+    products = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
+    for part in g.split(2**11, dim=1):  # short float32 sums, added up in float64
+        products += part @ part.T
+    gram = products.cpu()
     if scale:
-        length = gram.diagonal().sqrt().clamp(min=1e-30)
+        length = gram.diagonal().sqrt()
         gram = gram / (length[:, None] * length)
     size = gram.diagonal().mean().item()
-    gram = gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()  # products of the centred updates
+    # the products of the centred rows
+    gram = gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(0), vectors.flip(1)
     spanned = int((values > 1e-5 * size).sum())  # smaller values are the rounding of float32
@@ -85,7 +98,7 @@ def principal_components(products: Tensor, dim: int, scale: bool = False) -> Ten
 
 
 def vertices_of(points: Tensor) -> Tensor:
-    """The indices of the points [M, dim] that are vertices of their convex hull, by quickhull: int64, ascending."""
+    """Which points [M, dim] are vertices of their convex hull, by quickhull: int64, ascending."""
     if points.shape[1] == 0:
         return torch.arange(len(points))[:1]
     if points.shape[1] == 1:
@@ -93,43 +106,43 @@ def vertices_of(points: Tensor) -> Tensor:
     return torch.from_numpy(ConvexHull(points.numpy()).vertices.astype("int64")).sort().values
 
 
-def hull_vertices(updates: Tensor, dim: int, scale: bool = False) -> Tensor:
-    """Line 3 for other projects: the clients on the hull, from their updates [M, P].
+def hull_vertices(g: Tensor, dim: int, scale: bool = False) -> Tensor:
+    """Line 3: the clients on the hull, int64, ascending.
 
-    An update is the weights before training minus the weights after it. Do not pass weights.
-
+    g      the clients' updates [M, P]: weights before training minus weights after it, not weights
     dim    principal components in which the hull is built, 1 to 8
     scale  first scales the updates to unit length
 
-    Updates that are zero or not finite are never selected. Returns rows of `updates`, int64, ascending, on the device
-    of `updates`. Raises ValueError if `updates` is not a matrix, if no row is usable, or if dim is not in 1 to 8.
+    Updates that are zero or not finite are never selected. Raises ValueError if g is not a matrix,
+    if no row is usable, or if dim is not in 1 to 8.
     """
-    if updates.dim() != 2 or not 1 <= dim <= 8:
-        raise ValueError(f"updates must be [clients, parameters], not {tuple(updates.shape)}; dim 1 to 8, not {dim}")
-    length = updates.double().norm(dim=1)
-    usable = torch.nonzero((length > 0) & torch.isfinite(length)).flatten()
+    if g.dim() != 2 or not 1 <= dim <= 8:
+        raise ValueError(
+            f"g must be [clients, parameters], not {tuple(g.shape)}; dim 1 to 8, not {dim}"
+        )
+    usable = usable_rows(g)
     if not len(usable):
-        raise ValueError(f"none of the {len(updates)} updates is usable: they are zero or not finite")
-    rows = updates[usable].double()
-    rows = rows / length[usable, None] if scale else rows
-    rows = rows - rows.mean(0)  # centre before the products: a large mean would make them imprecise
-    return usable[vertices_of(principal_components((rows @ rows.T).cpu(), dim)).to(usable.device)]
+        raise ValueError(f"none of the {len(g)} updates is usable: they are zero or not finite")
+    vertices = vertices_of(principal_components(g[usable], dim, scale))
+    return usable[vertices.to(usable.device)]
 
 
-# -------------------------------------------------------------------------------------------------- your project
+# ------------------------------------------------------------------------------------- your project
 
 
 def finite(replies):
-    """Leaves out the replies with a number that is NaN or infinite, and says so in Flower's log. Errors stay."""
+    """Leaves out the replies with a NaN or infinite number, and says so in Flower's log."""
     kept = []
     for reply in replies:
-        content = reply.content if reply.has_content() else RecordDict()
-        numbers = [torch.tensor(a.numpy()) for record in content.array_records.values() for a in record.values()]
-        numbers += [torch.tensor(m) for record in content.metric_records.values() for m in record.values()]
+        content = reply.content if reply.has_content() else RecordDict()  # errors stay
+        arrays = [a for record in content.array_records.values() for a in record.values()]
+        metrics = [m for record in content.metric_records.values() for m in record.values()]
+        numbers = [torch.tensor(a.numpy()) for a in arrays] + [torch.tensor(m) for m in metrics]
         if all(n.isfinite().all() for n in numbers):
             kept.append(reply)
         else:
-            logging.getLogger("flwr").warning("node %d sent NaN and is left out", reply.metadata.src_node_id)
+            node = reply.metadata.src_node_id
+            logging.getLogger("flwr").warning("node %d sent NaN and is left out", node)
     return kept
 
 
@@ -144,11 +157,13 @@ class UpdateSelection(FedAvg):
         if (k is None) == (hull_dim is None):
             raise ValueError("give either k or hull_dim")
         self.names, self.k, self.hull_dim = names, k, hull_dim
-        self.updates, self.selected = {}, []  # the latest usable update of each node id, and who was selected
+        self.updates = {}  # the latest usable update of each node id
+        self.selected = []
 
     def flat(self, record):
         """The parameters of a model as one vector, float32 [P]."""
-        return torch.cat([torch.tensor(record[name].numpy(), dtype=torch.float32).flatten() for name in self.names])
+        parts = [torch.tensor(record[name].numpy()).float() for name in self.names]
+        return torch.cat([part.flatten() for part in parts])
 
     def select(self, nodes):
         """The selected ones among the nodes with an update."""
@@ -156,7 +171,10 @@ class UpdateSelection(FedAvg):
         if not known:
             return []
         updates = torch.stack([self.updates[node] for node in known])  # [M, P]
-        rows = minimax_clients(updates, min(self.k, len(known))) if self.k else hull_vertices(updates, self.hull_dim)
+        if self.k:
+            rows = minimax_clients(updates, min(self.k, len(known)))
+        else:
+            rows = hull_vertices(updates, self.hull_dim)
         return [known[row] for row in rows.tolist()]
 
     def configure_train(self, server_round, arrays, config, grid):
@@ -170,15 +188,18 @@ class UpdateSelection(FedAvg):
 
     def aggregate_train(self, server_round, replies):
         replies = finite(replies)
-        trained = {reply.metadata.src_node_id: reply.content for reply in replies if reply.has_content()}
+        answers = [reply for reply in replies if reply.has_content()]
+        trained = {reply.metadata.src_node_id: reply.content for reply in answers}
         moves = any(node in self.selected for node in trained)
         for node, content in trained.items():
             update = self.w - self.flat(next(iter(content.array_records.values())))
             if update.any():  # an update of zeros has no direction
                 self.updates[node] = update
             metrics = next(iter(content.metric_records.values()))
-            metrics[self.weighted_by_key] = float(node in self.selected or not moves)  # equal weights, 0 for newcomers
-        arrays, metrics = super().aggregate_train(server_round, replies)  # counts the failures, averages the models
+            # equal weights, and 0 for newcomers
+            metrics[self.weighted_by_key] = float(node in self.selected or not moves)
+        # counts the failures, averages the models
+        arrays, metrics = super().aggregate_train(server_round, replies)
         return arrays if moves else None, metrics  # with None, the model stays as it is
 
 
@@ -193,7 +214,7 @@ def received_model(message):
 
 
 def samples_of(client):
-    """Random data: client 0 has one class, client 1 has two, client 2 has three, client 3 has one."""
+    """Random data: client 0 has one class, client 1 two, client 2 three, client 3 one, ..."""
     rng = torch.Generator().manual_seed(client)
     y = torch.randint(1 + client % 3, (40,), generator=rng)
     return torch.randn(40, 8, generator=rng) + 2 * F.one_hot(y, 8), y
@@ -213,7 +234,8 @@ def train(message, context):
         loss.backward()
         optimizer.step()
     metrics = MetricRecord({"train_loss": loss.item(), "num-examples": len(y)})
-    return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
+    content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
+    return Message(content, reply_to=message)
 
 
 @client_app.evaluate()
@@ -221,7 +243,8 @@ def train(message, context):
 def evaluate(message, context):
     model = received_model(message).eval()
     x, y = samples_of(context.node_config["partition-id"])
-    loss, accuracy = F.cross_entropy(model(x), y).item(), (model(x).argmax(1) == y).float().mean().item()
+    loss = F.cross_entropy(model(x), y).item()
+    accuracy = (model(x).argmax(1) == y).float().mean().item()
     metrics = MetricRecord({"loss": loss, "accuracy": accuracy, "num-examples": len(y)})
     return Message(RecordDict({"metrics": metrics}), reply_to=message)
 

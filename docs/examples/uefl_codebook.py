@@ -1,8 +1,9 @@
-"""UEFL's codebook in plain PyTorch: an uncertain client gets codewords of its own, and the server averages them all.
+"""UEFL's codebook in plain PyTorch: an uncertain client gets codewords of its own.
 
     python uefl_codebook.py
 
-Replace `clients` and `Model` by your own. The pieces are copied from uefl.py; keep the text of the LICENSE with them.
+Replace `clients` and `Model` by your own. The pieces are copied from uefl.py; keep the text of the
+LICENSE with them.
 """
 
 import copy
@@ -13,36 +14,44 @@ import torch.nn.functional as F
 from scipy.cluster.vq import kmeans2
 from torch import Tensor
 
-# -------------------------------------------------------------------------------------------- copied from uefl.py
+# ------------------------------------------------------------------------------ copied from uefl.py
 
 
 class ExtensibleCodebook(nn.Module):
-    """Replaces each segment of a token by the nearest codeword that the client may use (sections 3.2 and 3.3).
+    """Replaces each segment of a token by the nearest codeword that the client may use.
 
     size              v, codewords at the start; with 0, tokens are returned unchanged
-    dim, segments     d channels of a token, and s parts of it that are each replaced by a codeword; s divides d
-    commitment, beta  weights of ||sg(c) - z||^2, which pulls tokens to codewords, and of ||c - sg(z)||^2, the opposite
+    dim, segments     d, the channels of a token, and s, the parts that it is cut into; s divides d
+    commitment, beta  weights of ||sg(c) - z||^2, which pulls tokens to codewords, and of
+                      ||c - sg(z)||^2, which pulls codewords to tokens
     codewords         the only parameter, [V, d / s]
     """
 
-    def __init__(self, size: int, dim: int, segments: int = 1, commitment: float = 0.25, beta: float = 1.0):
+    def __init__(
+        self, size: int, dim: int, segments: int = 1, commitment: float = 0.25, beta: float = 1.0
+    ):
         super().__init__()
         if dim % segments:
             raise ValueError(f"tokens of {dim} channels cannot be cut into {segments} segments")
         self.segments, self.commitment, self.beta = segments, commitment, beta
         self.codewords = nn.Parameter(torch.randn(size, dim // segments))
 
-    def forward(self, tokens: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens [N, l, d] -> their codewords [N, l, d], L_code (equation 5), and the codewords' indices [N, l, s].
+    def forward(
+        self, tokens: Tensor, allowed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [N, l, d] -> codewords [N, l, d], L_code (equation 5), their indices [N, l, s].
 
         allowed  bool [V], the codewords that this client may use; by default all
 
-        The backward pass copies the gradient from the output to the tokens. Raises ValueError for a wrong `allowed`.
+        The backward pass copies the gradient from the output to the tokens. Raises ValueError for a
+        wrong `allowed`.
         """
         if not len(self.codewords):
             return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
         v = len(self.codewords)
-        allowed = torch.ones(v, dtype=torch.bool, device=tokens.device) if allowed is None else allowed
+        allowed = (
+            torch.ones(v, dtype=torch.bool, device=tokens.device) if allowed is None else allowed
+        )
         if not (allowed.dtype == torch.bool and allowed.shape == (v,) and allowed.any()):
             raise ValueError(f"allowed must be bool [{v}] with at least one True")
         with torch.autocast(tokens.device.type, enabled=False):
@@ -51,50 +60,59 @@ class ExtensibleCodebook(nn.Module):
                 usable = torch.nonzero(allowed).flatten()
                 centre = z.mean(0)  # the new origin, so that large numbers do not cancel
                 c = self.codewords[usable] - centre
-                index = usable[torch.addmm((c**2).sum(1), z - centre, c.T, alpha=-2).argmin(1)]  # line 13, equation 4
+                index = usable[
+                    torch.addmm((c**2).sum(1), z - centre, c.T, alpha=-2).argmin(1)
+                ]  # line 13, equation 4
             c = self.codewords[index]
-            loss = self.commitment * F.mse_loss(z, c.detach()) + self.beta * F.mse_loss(c, z.detach())  # line 15
+            loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
+            loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
             straight_through = z + (c - z).detach()
-        return straight_through.view(tokens.shape), loss, index.view(*tokens.shape[:-1], self.segments)
+        return (
+            straight_through.view(tokens.shape),
+            loss,
+            index.view(*tokens.shape[:-1], self.segments),
+        )
 
     @torch.no_grad()
     def extend(self, codewords: Tensor) -> None:
-        """Adds codewords [v, d / s]. An optimizer with a state (Adam, momentum) must be made anew afterwards."""
+        """Adds codewords [v, d / s]. An optimizer like Adam must be made anew afterwards."""
         self.codewords.data = torch.cat([self.codewords, codewords.to(self.codewords)])
 
 
 def predictive_entropy(probabilities: Tensor) -> Tensor:
-    """Equation 6: class probabilities of T passes [T, N, C] -> the entropy of their mean over passes, in nats [N]."""
+    """Equation 6: probabilities of T passes [T, N, C] -> the entropy of their mean, in nats [N]."""
     if probabilities.dim() != 3:
-        raise ValueError(f"probabilities must be [passes, samples, classes], not {tuple(probabilities.shape)}")
+        raise ValueError(
+            f"probabilities must be [passes, samples, classes], not {tuple(probabilities.shape)}"
+        )
     return torch.special.entr(probabilities.mean(0)).sum(-1)  # line 22
 
 
 def uncertain(entropies: Tensor, gamma: float) -> Tensor:
-    """Equation 7: bool [K], true if a client's entropy [K] is above (1 + gamma) times the smallest one. NaN: false."""
+    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K]."""
     return entropies > (1 + gamma) * entropies.nan_to_num(torch.inf).min()  # lines 8, 24
 
 
 def average_codewords(before: Tensor, codewords: Tensor, sizes: Tensor, allowed: Tensor) -> Tensor:
-    """Line 20 for codewords: [V, d / s]. Each one is averaged over the clients that may use it, with weights n_k.
+    """Line 20 for codewords [V, d / s]: each is averaged over the clients that may use it, by n_k.
 
-    before     the server's codewords [V, d / s]; a codeword that none of these clients may use does not change
+    before     the server's codewords [V, d / s], which stay as they are if no client may use them
     codewords  the clients' codewords after training [K, V, d / s]
-    sizes      n_k [K]
+    sizes      n_k, float32 [K]
     allowed    bool [K, V], true if client k may use codeword v
     """
     codewords = torch.where(allowed[:, :, None], codewords, 0)  # 0 times NaN would be NaN
-    weights = sizes.to(codewords.device, torch.float32)[:, None] * allowed  # half precision ends at 65,504
+    weights = sizes[:, None] * allowed
     total = weights.sum(0)[:, None]
-    mean = torch.einsum("kv,kvd->vd", weights.double(), codewords.double()) / total
+    mean = torch.einsum("kv,kvd->vd", weights, codewords.to(weights)) / total
     return torch.where(total > 0, mean.to(before), before)  # line 20
 
 
-# -------------------------------------------------------------------------------------------------- your project
+# ------------------------------------------------------------------------------------- your project
 
 
 class Model(nn.Module):
-    """Encoder, codebook, classifier. Dropout stands in the classifier, so that passes differ in it alone."""
+    """Encoder, codebook and classifier. Only the classifier has dropout."""
 
     def __init__(self, codewords=4, dim=16, segments=2):
         super().__init__()
@@ -103,7 +121,7 @@ class Model(nn.Module):
         self.classifier = nn.Sequential(nn.Dropout(0.1), nn.Linear(dim, 3))
 
     def encode(self, x):
-        """x -> tokens [N, l, d], here with l = 1. A feature map [N, d, h, w] would need z.flatten(2).mT."""
+        """x -> tokens [N, l, d], here with l = 1. A map [N, d, h, w] would need z.flatten(2).mT."""
         return F.layer_norm(self.encoder(x), [16]).unsqueeze(1)
 
     def forward(self, x, allowed):
@@ -114,7 +132,8 @@ class Model(nn.Module):
 def local_training(model, x, y, allowed):
     """Trains a copy of the model on one client. Returns its weights, a state_dict."""
     local = copy.deepcopy(model).train()
-    optimizer = torch.optim.Adam(local.parameters(), lr=0.01)  # after extend, an old one would have the old shapes
+    # a new optimizer, because after extend an old one would have the old shapes
+    optimizer = torch.optim.Adam(local.parameters(), lr=0.01)
     for _ in range(20):
         logits, code_loss = local(x, allowed)
         optimizer.zero_grad()
@@ -125,11 +144,13 @@ def local_training(model, x, y, allowed):
 
 @torch.no_grad()
 def average(model, weights, sizes, allowed):
-    """The server's step, from the clients' state_dicts [K], their numbers of samples [K] and allowed, bool [K, V]."""
+    """The server's step, from the clients' K state_dicts, their sizes [K] and allowed [K, V]."""
     words = torch.stack([w["codebook.codewords"] for w in weights])
     words = average_codewords(model.codebook.codewords, words, sizes, allowed)
     shares = (sizes / sizes.sum()).tolist()
-    mean = {name: sum(a * w[name] for a, w in zip(shares, weights, strict=True)) for name in weights[0]}
+    mean = {}
+    for name in weights[0]:
+        mean[name] = sum(a * w[name] for a, w in zip(shares, weights, strict=True))
     model.load_state_dict(mean | {"codebook.codewords": words})
 
 
@@ -142,25 +163,31 @@ def uncertainty(model, x, allowed, passes=20):
 
 @torch.no_grad()
 def give_codewords(model, clients, allowed, k, v):
-    """Adds v codewords for client k, the centroids of its tokens' segments. Returns the larger `allowed`."""
-    segments = model.encode(clients[k][0]).reshape(-1, model.codebook.codewords.shape[1])  # [n, d / s]
-    model.codebook.extend(torch.from_numpy(kmeans2(segments.double().numpy(), v, minit="++", rng=0)[0]))
+    """Adds v codewords for client k, the centroids of its segments. Returns the new `allowed`."""
+    width = model.codebook.codewords.shape[1]
+    segments = model.encode(clients[k][0]).reshape(-1, width).double()  # [n, d / s]
+    centroids, _ = kmeans2(segments.numpy(), v, minit="++", rng=0)
+    model.codebook.extend(torch.from_numpy(centroids))
     own = torch.arange(len(clients)) == k
     return torch.cat([allowed, own[:, None].expand(-1, v)], dim=1)
 
 
 def federate(model, clients, iterations, rounds, gamma, v):
-    """Trains the model. Returns `allowed`, bool [M, V], and the uncertainties at the end of each iteration."""
+    """Trains the model. Returns allowed, bool [M, V], and the uncertainties of each iteration."""
     allowed = torch.ones(len(clients), len(model.codebook.codewords), dtype=torch.bool)
     history = []
     for iteration in range(iterations):
         for _ in range(rounds):
-            weights = {k: local_training(model, x, y, allowed[k]) for k, (x, y) in enumerate(clients)}
-            weights = {k: w for k, w in weights.items() if all(v.isfinite().all() for v in w.values())}
-            if weights:  # a client that returned NaN is left out of the mean
+            weights = {}
+            for k, (x, y) in enumerate(clients):
+                found = local_training(model, x, y, allowed[k])
+                if all(value.isfinite().all() for value in found.values()):  # else left out
+                    weights[k] = found
+            if weights:
                 sizes = torch.tensor([float(len(clients[k][1])) for k in weights])
                 average(model, list(weights.values()), sizes, allowed[list(weights)])
-        entropies = torch.stack([uncertainty(model, x, allowed[k]) for k, (x, _) in enumerate(clients)])
+        entropies = [uncertainty(model, x, allowed[k]) for k, (x, _) in enumerate(clients)]
+        entropies = torch.stack(entropies)
         history.append(entropies.tolist())
         if iteration + 1 < iterations:
             for k in uncertain(entropies, gamma).nonzero().flatten().tolist():  # false for NaN
@@ -172,7 +199,8 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     labels = [torch.randint(3, (n,)) for n in (60, 60, 40)]
     clients = [(torch.randn(len(y), 8) + 3 * F.one_hot(y, 8), y) for y in labels]
-    clients[2] = clients[2][0].flip(1), clients[2][1]  # the smallest client sees its inputs in another order
+    x, y = clients[2]
+    clients[2] = x.flip(1), y  # the smallest client sees its inputs in another order
     allowed, history = federate(Model(), clients, iterations=3, rounds=5, gamma=0.3, v=4)
     for entropies in history:
         print("uncertainties", [round(e, 2) for e in entropies])

@@ -2,8 +2,9 @@
 
     python without_a_framework.py
 
-Replace `clients`, `new_model` and `local_update` by your own, and keep the text of the LICENSE with the copied pieces.
-A server that averages models instead of updates can stay as it is, and compute updates for the table alone.
+Replace `clients`, `new_model` and `local_update` by your own, and keep the text of the LICENSE with
+the copied pieces. A server that averages models instead of updates can stay as it is, and compute
+updates for the table alone.
 """
 
 import copy
@@ -15,17 +16,25 @@ from scipy.spatial import ConvexHull
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-# ------------------------------------------------------------------------------- copied from entropy_weighting.py
+# ----------------------------------------------------------------- copied from entropy_weighting.py
 
 
 def label_entropy(label_counts: Tensor) -> Tensor:
     """Counts of labels [M, C] -> the entropy of each row's distribution in nats, float64 [M].
 
-    Raises ValueError if the counts are not a matrix, or if a row is empty or has a negative or non-finite number.
+    Raises ValueError if the counts are not a matrix, or if a row is empty or has a negative or
+    non-finite number.
     """
     counts = label_counts.double()
-    if counts.dim() != 2 or not torch.isfinite(counts).all() or (counts < 0).any() or (counts.sum(1) == 0).any():
-        raise ValueError("label_counts must be [clients, classes], finite, not negative, with a sample in each row")
+    if (
+        counts.dim() != 2
+        or not torch.isfinite(counts).all()
+        or (counts < 0).any()
+        or (counts.sum(1) == 0).any()
+    ):
+        raise ValueError(
+            "label_counts must be [clients, classes], finite and not negative, with no empty row"
+        )
     return torch.special.entr(counts / counts.sum(1, keepdim=True)).sum(1)
 
 
@@ -37,59 +46,71 @@ def entropy_weights(label_counts: Tensor) -> Tensor:
     return torch.softmax(label_entropy(label_counts), 0)
 
 
-# ---------------------------------------------------------------------------------- copied from minimax_select.py
+# -------------------------------------------------------------------- copied from minimax_select.py
+
+
+def cosines(g: Tensor) -> Tensor:
+    """Cosine similarities of the rows of g [M, P]: float64 [M, M], symmetric, NaN for zeros."""
+    products = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
+    for part in g.split(2**11, dim=1):  # short float32 sums, added up in float64
+        products += part @ part.T
+    products = (products + products.T) / 2  # so that ties are ties, in spite of rounding
+    length = products.diagonal().sqrt()
+    return products / (length[:, None] * length)
 
 
 def largest_similarity(similarity: Tensor) -> Tensor:
-    """S*_i = max over j != i of similarity [M, M]: [M] (Algorithm 1, lines 2 to 9). Raises ValueError for NaN."""
-    if similarity.isnan().any():
-        raise ValueError("a similarity is NaN: leave out clients whose update is unknown, zero or not finite")
+    """S*_i = max over j != i of similarity [M, M]: [M] (Algorithm 1, lines 2 to 9)."""
     itself = torch.eye(len(similarity), dtype=torch.bool, device=similarity.device)
     return similarity.masked_fill(itself, -torch.inf).amax(1)
 
 
-def minimax_select(similarity: Tensor, k: int) -> Tensor:
-    """The k clients with the smallest S*_i, from their similarities [M, M]: int64 [k], ascending.
+def usable_rows(g: Tensor) -> Tensor:
+    """The rows of g [M, P] that have a direction, int64: those that are finite and not zero."""
+    squares = torch.linalg.vector_norm(g, dim=1).square()  # their products must be finite, too
+    return torch.nonzero((squares > 0) & torch.isfinite(squares)).flatten()
 
-    Equation 16, and lines 10 to 16 of Algorithm 1 of Wu et al. Ties go to the smaller index.
+
+def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
+    """The k clients with the smallest S*_i (equation 16; Algorithm 1): int64 [k], ascending.
+
+    g        the clients' updates [M, P]: weights before training minus weights after it, so do not
+             pass weights
+    largest  takes the largest S*_i instead, which is MaxSim
+
+    Ties go to the smaller index. Updates that are zero or not finite are never selected. Raises
+    ValueError if g is not a matrix, or has fewer than k usable rows.
     """
-    return largest_similarity(similarity).sort(stable=True).indices[:k].sort().values
-
-
-def minimax_clients(updates: Tensor, k: int) -> Tensor:
-    """minimax_select for other projects: the k clients, from their updates [M, P].
-
-    An update is the weights before training minus the weights after it, so do not pass weights. Updates that are zero
-    or not finite are never selected. Returns rows of `updates`, int64 [k], ascending, on the device of `updates`.
-    Raises ValueError if `updates` is not a matrix, or has fewer than k usable rows.
-    """
-    if updates.dim() != 2:
-        raise ValueError(f"updates must be [clients, parameters], not {tuple(updates.shape)}")
-    length = updates.double().norm(dim=1)
-    usable = torch.nonzero((length > 0) & torch.isfinite(length)).flatten()
+    if g.dim() != 2:
+        raise ValueError(f"g must be [clients, parameters], not {tuple(g.shape)}")
+    usable = usable_rows(g)
     if not 1 <= k <= len(usable):
-        raise ValueError(f"k = {k}: choose between 1 and the {len(usable)} usable updates (of {len(updates)})")
-    unit = updates[usable].double() / length[usable, None]
-    return usable[minimax_select(unit @ unit.T, k)]
+        raise ValueError(f"k = {k}: choose between 1 and the {len(usable)} usable updates")
+    score = largest_similarity(cosines(g[usable]))
+    return usable[score.sort(stable=True, descending=largest).indices[:k]].sort().values
 
 
-# ------------------------------------------------------------------------------ copied from convex_hull_select.py
+# ---------------------------------------------------------------- copied from convex_hull_select.py
 
 
-def principal_components(products: Tensor, dim: int, scale: bool = False) -> Tensor:
-    """Inner products [M, M] of updates -> coordinates along their first principal components, float64 [M, up to dim].
+def principal_components(g: Tensor, dim: int, scale: bool = False) -> Tensor:
+    """The rows of g [M, P] along their first principal components: float64 [M, up to dim], CPU.
 
-    scale  first scales the updates to unit length
+    scale  first scales the rows to unit length
 
-    Fewer columns are returned if the updates span fewer dimensions. Components with very small variance count as
-    rounding errors.
+    Fewer columns are returned if the rows span fewer dimensions. Components with very small
+    variance count as rounding errors.
     """
-    gram = products.double()
+    products = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
+    for part in g.split(2**11, dim=1):  # short float32 sums, added up in float64
+        products += part @ part.T
+    gram = products.cpu()
     if scale:
-        length = gram.diagonal().sqrt().clamp(min=1e-30)
+        length = gram.diagonal().sqrt()
         gram = gram / (length[:, None] * length)
     size = gram.diagonal().mean().item()
-    gram = gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()  # products of the centred updates
+    # the products of the centred rows
+    gram = gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(0), vectors.flip(1)
     spanned = int((values > 1e-5 * size).sum())  # smaller values are the rounding of float32
@@ -97,7 +118,7 @@ def principal_components(products: Tensor, dim: int, scale: bool = False) -> Ten
 
 
 def vertices_of(points: Tensor) -> Tensor:
-    """The indices of the points [M, dim] that are vertices of their convex hull, by quickhull: int64, ascending."""
+    """Which points [M, dim] are vertices of their convex hull, by quickhull: int64, ascending."""
     if points.shape[1] == 0:
         return torch.arange(len(points))[:1]
     if points.shape[1] == 1:
@@ -105,30 +126,28 @@ def vertices_of(points: Tensor) -> Tensor:
     return torch.from_numpy(ConvexHull(points.numpy()).vertices.astype("int64")).sort().values
 
 
-def hull_vertices(updates: Tensor, dim: int, scale: bool = False) -> Tensor:
-    """Line 3 for other projects: the clients on the hull, from their updates [M, P].
+def hull_vertices(g: Tensor, dim: int, scale: bool = False) -> Tensor:
+    """Line 3: the clients on the hull, int64, ascending.
 
-    An update is the weights before training minus the weights after it. Do not pass weights.
-
+    g      the clients' updates [M, P]: weights before training minus weights after it, not weights
     dim    principal components in which the hull is built, 1 to 8
     scale  first scales the updates to unit length
 
-    Updates that are zero or not finite are never selected. Returns rows of `updates`, int64, ascending, on the device
-    of `updates`. Raises ValueError if `updates` is not a matrix, if no row is usable, or if dim is not in 1 to 8.
+    Updates that are zero or not finite are never selected. Raises ValueError if g is not a matrix,
+    if no row is usable, or if dim is not in 1 to 8.
     """
-    if updates.dim() != 2 or not 1 <= dim <= 8:
-        raise ValueError(f"updates must be [clients, parameters], not {tuple(updates.shape)}; dim 1 to 8, not {dim}")
-    length = updates.double().norm(dim=1)
-    usable = torch.nonzero((length > 0) & torch.isfinite(length)).flatten()
+    if g.dim() != 2 or not 1 <= dim <= 8:
+        raise ValueError(
+            f"g must be [clients, parameters], not {tuple(g.shape)}; dim 1 to 8, not {dim}"
+        )
+    usable = usable_rows(g)
     if not len(usable):
-        raise ValueError(f"none of the {len(updates)} updates is usable: they are zero or not finite")
-    rows = updates[usable].double()
-    rows = rows / length[usable, None] if scale else rows
-    rows = rows - rows.mean(0)  # centre before the products: a large mean would make them imprecise
-    return usable[vertices_of(principal_components((rows @ rows.T).cpu(), dim)).to(usable.device)]
+        raise ValueError(f"none of the {len(g)} updates is usable: they are zero or not finite")
+    vertices = vertices_of(principal_components(g[usable], dim, scale))
+    return usable[vertices.to(usable.device)]
 
 
-# -------------------------------------------------------------------------------------------------- your project
+# ------------------------------------------------------------------------------------- your project
 
 
 def new_model():
@@ -136,10 +155,11 @@ def new_model():
 
 
 def local_update(model, x, y):
-    """Trains a copy of the model on one client. Returns its update [P] and its running statistics, a list of tensors.
+    """Trains a copy of the model on one client. Returns its update [P] and its running statistics.
 
-    The update is w before training minus w after it, and holds the parameters only. Batch norm's running statistics
-    move further than the parameters, and in a similar direction for all clients, so in an update they would hide it.
+    The update is w before training minus w after it, and holds the parameters only. Batch norm's
+    running statistics, a list of tensors, move further than the parameters and in a similar
+    direction for all clients, so in an update they would hide it.
     """
     local = copy.deepcopy(model).train()
     optimizer = torch.optim.SGD(local.parameters(), lr=0.5)
@@ -153,7 +173,7 @@ def local_update(model, x, y):
 
 @torch.no_grad()
 def step(model, updates, buffers, alpha):
-    """The server's step: the mean update [K, P] with weights alpha [K], and the mean of the running statistics."""
+    """The server's step: the mean of the updates [K, P] and statistics, with weights alpha [K]."""
     w = parameters_to_vector(model.parameters())
     vector_to_parameters(w - alpha.to(updates) @ updates, model.parameters())
     for ours, *theirs in zip(model.buffers(), *buffers, strict=True):
@@ -167,16 +187,21 @@ def federate(model, clients, select, rounds):
     select  the latest update of each client [M, P] -> the rows of the clients that train, int64 [K]
     """
     counts = torch.stack([torch.bincount(y, minlength=3) for _, y in clients])  # [M, C]
-    table = torch.stack([local_update(model, x, y)[0] for x, y in clients])  # [M, P], fills the table once
+    table = torch.stack([local_update(model, x, y)[0] for x, y in clients])  # [M, P], moves nothing
     history = []
     for _ in range(rounds):
         selected = select(table).tolist()  # never one whose update is zero, NaN or infinite
-        results = {i: local_update(model, *clients[i]) for i in selected}
-        results = {i: r for i, r in results.items() if all(v.isfinite().all() for v in [r[0], *r[1]])}
-        if results:  # a client that returned NaN is left out of the mean, and keeps its earlier row
+        results = {}
+        for i in selected:
+            update, buffers = local_update(model, *clients[i])
+            if all(values.isfinite().all() for values in [update, *buffers]):
+                results[i] = update, buffers  # else it is left out, and keeps its earlier row
+        if results:
             trained, (updates, buffers) = list(results), zip(*results.values(), strict=True)
             table[trained] = torch.stack(updates)
-            alpha = entropy_weights(counts[trained])  # or equal weights: torch.full((len(trained),), 1 / len(trained))
+            alpha = entropy_weights(
+                counts[trained]
+            )  # or equal: torch.ones(n) / n, n = len(trained)
             step(model, torch.stack(updates), buffers, alpha)
         history.append(selected)
     return history
@@ -186,7 +211,10 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     labels = [torch.randint(1 + i % 3, (20,)) for i in range(9)]  # of one, two or three classes
     clients = [(torch.randn(20, 8) + 2 * F.one_hot(y, 8), y) for y in labels]
-    choices = {"minimax": lambda table: minimax_clients(table, 3), "hull": lambda table: hull_vertices(table, 2)}
+    choices = {
+        "minimax": lambda table: minimax_clients(table, 3),
+        "hull": lambda table: hull_vertices(table, 2),
+    }
     for name, select in choices.items():
         model = new_model()
         print(name, "selects", federate(model, clients, select, rounds=5))

@@ -3,16 +3,15 @@ from itertools import combinations
 import pytest
 import torch
 import torch.nn.functional as F
+from by_hand import break_client, kept, prepared, selections
 from conftest import read_rows
 
 import convex_hull_select
 import minimax_select
-from common import flags, random_at, splits, train
+from common import random_at, splits, train
 
-CUT = (
-    "--model cnn --width 0.125 --local-epochs 1 --lr 0.1 --partition dirichlet --dirichlet 0.5 --clients 8 "
-    "--participating 6 --rounds 5 --no-compare --device cpu --precision float32 --out run"
-)
+CUT = "--model cnn --width 0.125 --local-epochs 1 --lr 0.1 --partition dirichlet --dirichlet 0.5 "
+CUT += "--clients 8 --participating 6 --rounds 5 --no-compare "
 
 
 def test_clients_are_away_as_often_as_asked_and_somebody_stays():
@@ -29,39 +28,34 @@ def present_in(t, churn):
     return [k for k, number in enumerate(random_at(0, "churn", t).random(6)) if number >= churn]
 
 
-def minimax_by_brute_force(table, present, k):
-    """Equation 16: of all sets of k present clients, the one with the smallest sum of largest similarities."""
-    worst = {i: max(F.cosine_similarity(table[i], table[j], dim=0) for j in present if j != i) for i in present}
-    return min(combinations(present, min(k, len(present))), key=lambda subset: sum(worst[i] for i in subset))
+def minimax_by_brute_force(table, here):
+    """Equation 16: the two clients with the smallest sum of largest similarities."""
+    cosine = F.cosine_similarity
+    worst = {i: max(cosine(table[i], table[j], dim=0) for j in here if j != i) for i in here}
+    return min(combinations(here, 2), key=lambda pair: sum(worst[i] for i in pair))
 
 
-@pytest.mark.parametrize("churn", [0.0, 0.4])
-def test_newcomers_enter_the_table_and_only_present_clients_are_compared(start, tiny, churn):
+def test_newcomers_enter_the_table_and_only_present_clients_are_compared(start):
     """The same by hand: the table is a dict, and clients train one at a time."""
-    cut = f"{CUT} --sample 2 --churn {churn}"
-    folder = start(minimax_select, cut) / "run"
-    args = flags.parse(
-        "minimax_select", "by hand", minimax_select.SETTINGS, minimax_select.own_flags, f"{cut} --out x".split(), ["y"]
-    )
-    _, clients, model, trainer = flags.prepare(args)
-    w, table, selections, entered = train.get_weights(model), {}, [], []
+    folder = start(minimax_select, CUT + "--sample 2 --churn 0.4 --out run") / "run"
+    _, _, model, trainer, w = prepared(minimax_select, CUT + "--sample 2")
+    table, expected, entered = {}, [], []
 
     def train_alone(k, t):
-        return trainer.local_updates(train.local_solver, model, w, torch.tensor([k]), clients.train, t)[1][0]
+        return w - trainer.train(train.local_solver, model, w, torch.tensor([k]), t)[1][0]
 
     for t in range(1, 6):
-        present = present_in(t, churn)
-        assert len(present) > 1
-        new = [k for k in present if k not in table]
+        here = present_in(t, 0.4)
+        new = [k for k in here if k not in table]
         table |= {k: train_alone(k, 0) for k in new}
-        selected = minimax_by_brute_force(table, present, 2)
+        selected = minimax_by_brute_force(table, here)
         table |= {k: train_alone(k, t) for k in selected}
-        w = w - sum(table[k] for k in selected) / len(selected)
-        selections.append(" ".join(map(str, selected)))
+        w = w - sum(table[k] for k in selected) / 2
+        expected.append([*selected])
         entered.append(len(new))
-    assert sum(n > 0 for n in entered) > 1 or churn == 0, "somebody came later"
-    assert [row["selected"] for row in read_rows(folder)] == selections
-    assert torch.allclose(torch.load(folder / "checkpoint.pt")["state"]["w"], w, atol=1e-5)
+    assert sum(n > 0 for n in entered) > 1, "somebody came later"
+    assert selections(read_rows(folder)) == expected
+    assert torch.allclose(kept(folder)["w"], w, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +67,18 @@ def test_newcomers_enter_the_table_and_only_present_clients_are_compared(start, 
     ],
 )
 def test_only_present_clients_are_selected(start, method, more):
-    rows = read_rows(start(method, f"{CUT} --churn 0.6 {more}") / "run")
-    away = 0
-    for row in rows:
-        selected, present = [int(k) for k in row["selected"].split()], present_in(int(row["round"]), 0.6)
-        assert selected and set(selected) <= set(present or range(6))
-        away += len(selected) == len(present)
-    assert away, "with so few present clients all of them train"
+    rows = read_rows(start(method, f"{CUT} --churn 0.6 --out run {more}") / "run")
+    here = [present_in(t, 0.6) or range(6) for t in range(1, 6)]
+    found = selections(rows)
+    assert all(selected and set(selected) <= {*h} for selected, h in zip(found, here, strict=True))
+    assert any(len(s) == len(h) for s, h in zip(found, here, strict=True)), (
+        "few are here: all train"
+    )
+
+
+@pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
+def test_a_client_that_always_uploads_nan_is_left_out(start, monkeypatch, method):
+    break_client(monkeypatch, 2)
+    rows = read_rows(start(method, CUT + "--sample 2 --churn 0.3 --out run") / "run")
+    assert sum(2 in present_in(t, 0.3) for t in range(1, 6)) > 1, "also when the others are known"
+    assert len(rows) == 5 and not any(2 in selected for selected in selections(rows))

@@ -2,14 +2,15 @@ import math
 
 import pytest
 import torch
+from by_hand import kept, prepared, selections
 from conftest import read_rows
 
 import entropy_weighting
 from common import UserError
-from common.splits import deal, label_counts
+from common.splits import label_counts
 
-CUT = "--model cnn --width 0.125 --local-epochs 1 --clients 8 --participating 6 --partition dirichlet --dirichlet 0.5 "
-CUT += "--rounds 3 --lr 0.1 --no-compare --out run "
+CUT = "--model cnn --width 0.125 --local-epochs 1 --clients 8 --participating 6 "
+CUT += "--partition dirichlet --dirichlet 0.5 --rounds 3 --lr 0.1 --no-compare "
 
 
 def test_cosine_weights_on_a_worked_example():
@@ -20,23 +21,28 @@ def test_cosine_weights_on_a_worked_example():
 
 
 def test_the_cosine_weighs_the_updates(start):
-    folders = {kind: start(entropy_weighting, CUT.replace("run", kind) + f"--weighting {kind} --rounds 1") / kind
-               for kind in ("cosine", "entropy")}  # fmt: skip
-    (cosine, entropy) = (torch.load(of / "checkpoint.pt")["state"]["w"] for of in folders.values())
-    assert not torch.allclose(cosine, entropy, atol=1e-4)
+    ends = []
+    for kind in ("cosine", "entropy"):
+        folder = start(entropy_weighting, CUT + f"--weighting {kind} --out {kind}")
+        ends.append(kept(folder / kind)["w"])
+    assert not torch.allclose(*ends, atol=1e-4)
 
 
 @pytest.mark.parametrize(("share", "left"), [(0.5, 3), (0.6, 3), (0.2, 5), (0.0, 6)])
-def test_clients_with_the_largest_entropy_never_train(start, tiny, share, left):
-    found = read_rows(start(entropy_weighting, CUT + f"--expel {share} --sample {left}") / "run")
-    clients = deal(tiny, 0, "dirichlet", alpha=0.5, clients=8, participating=6)
-    p = label_counts(tiny, clients.train)[:6] / clients.sizes[:6, None]
+def test_clients_with_the_largest_entropy_never_train(start, share, left):
+    more = f"--expel {share} --sample {left} --out run"
+    rows = read_rows(start(entropy_weighting, CUT + more) / "run")
+    data, clients, *_ = prepared(entropy_weighting, CUT)
+    p = label_counts(data, clients.train)[:6] / clients.sizes[:6, None]
     entropies = [-sum(q * math.log(q) for q in of_client if q) for of_client in p.tolist()]
-    kept = sorted(sorted(range(6), key=entropies.__getitem__)[:left])
-    assert all([int(k) for k in row["selected"].split()] == kept for row in found) and len(found) == 3
+    expected = sorted(sorted(range(6), key=entropies.__getitem__)[:left])
+    assert selections(rows) == [expected] * 3
 
 
-def test_shares_that_make_no_sense_are_refused(start):
-    for words, says in (("--expel 0.1", "less than one client"), ("--expel 0.5 --sample 4", "only 3 clients are left")):
-        with pytest.raises(UserError, match=says):
-            start(entropy_weighting, CUT + words)
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [("--expel 0.1", "is less than one"), ("--expel 0.5 --sample 4", "only 3 clients are left")],
+)
+def test_shares_that_make_no_sense_are_refused(start, words, says):
+    with pytest.raises(UserError, match=says):
+        start(entropy_weighting, CUT + words)

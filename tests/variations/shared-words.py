@@ -1,13 +1,13 @@
-import torch
-import torch.nn as nn
+from by_hand import kept
+from conftest import read_rows
 
 import uefl
-from common import train
+
+CUT = "--model cnn --width 0.125 --rotate 0 90 --silos 1 1 --silo-size 20 --local-epochs 1 "
+CUT += "--codebook-size 4 --segments 1 --gamma 0 --rounds 1 --later-rounds 1 --iterations 2 "
 
 
-def test_every_client_may_use_the_words_that_were_added_for_one():
-    model = uefl.UEFL(nn.Flatten(), uefl.ExtensibleCodebook(4, 6), nn.Linear(6, 2), token_norm=False)
-    state = {"w": train.get_weights(model), "allowed": torch.ones(3, 4, dtype=torch.bool)}
-    uefl.extend(model, state, torch.tensor([1, 2]), torch.zeros(2, 4, 6))
-    assert state["allowed"].shape == (3, 12) and state["allowed"].all()
-    assert len(model.codebook.codewords) == 12
+def test_every_client_may_use_the_words_that_were_added_for_one(start):
+    folder = start(uefl, CUT + "--partition silos --passes 2 --no-compare --out run") / "run"
+    assert kept(folder)["allowed"].tolist() == [[True] * 8] * 2
+    assert [row["codewords"] for row in read_rows(folder)] == ["4 4", "8 8"]
