@@ -16,7 +16,7 @@ clients' gradients, which a moving average smooths over the rounds.
      6          theta_c = theta^{t-1}                                client_update
      7          for k = 1 .. K                                       client_update
      8              sample a mini-batch from its data                client_update, from `batches`
-    10              g_c = grad [R_c + gamma/2 ||grad_omega R_c - g||^2]    client_update, fediir_loss
+    10              g_c = grad [R_c + gamma/2 ||grad_omega R_c - g||^2]  client_update, fediir_loss
     11              theta_c <- theta_c - eta_l g_c                   client_update
     13          Delta_c = theta_c - theta^{t-1}                      federate
     15      theta^t = theta^{t-1} + eta_g mean of Delta_c            federate
@@ -43,9 +43,8 @@ What the listing leaves out, and where the paper is silent
  7. Clients with a gradient, loss or update that is not finite are left out of the means (with gamma
     = 0, too).
  8. `gradient_spread` in metrics.csv is the mean over C of ||grad_omega R_c - g||^2. It also falls
-    if all features shrink, so a small spread alone proves nothing. docs/variations/ has a diff that
-    measures the penalty's share of the gradient, which is the way to carry gamma over to another
-    model: a narrower one needs a larger gamma.
+    if all features shrink, so a small spread alone proves nothing. A gamma does not carry over to
+    another model: a narrower one needs a larger gamma.
 
 Where the authors' code differs
 - Local SGD has momentum 0.9 (--momentum 0.9). The penalty has no factor 1/2, so gamma is twice
@@ -177,9 +176,10 @@ def federate(args) -> runs.Run:
 
 
 # The example, coloured glyphs, is ours. A batch is all of a client's data, so a client takes one
-# step per round, the first of a new Adam, which moves each weight by about lr or -lr. More steps
-# ruin the model, and the penalty also charges the noise of small batches (docs/fediir.md). The rest
-# is table 3 and section 5.1, with 50 clients as in tables 8 to 11; folders: PACS.
+# step per round, and its gradients are those that g is the mean of. With other batches, or an older
+# g, the penalty charges more than disagreement, and at this lr and gamma that ruins the model
+# (docs/fediir.md). The rest is table 3 and section 5.1, with 50 clients as in tables 8 to 11.
+# `folder` is PACS.
 PAPER = {"clients": 50, "local_epochs": 1, "rounds": 100}
 COLOURS = {
     "test_domain": "test", "model": "convnet", "width": 0.125, "lr": 0.1, "batch_size": 6000,

@@ -40,8 +40,7 @@ Where the paper is silent or unclear
    selection (figures 8 and 9) is not here.
 
 In docs/variations/: noisy clients with the trimmed mean (figure 7), Shakespeare (table 1), clients
-that leave and come back, event-triggered uploads, a table of sketches, and a check that different
-labels mean different gradients.
+that leave and come back, event-triggered uploads, and a table of sketches.
 
     python minimax_select.py
     python minimax_select.py --dataset cifar10

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import torch
 
-from common import data, devices, models, ranks, splits
+from common import UserError, data, devices, models, ranks, splits
 from common.runs import Run
 from common.train import Trainer
 
@@ -18,6 +18,8 @@ def load(args: Namespace) -> data.Dataset:
 def assemble(args: Namespace, **options) -> tuple[data.Dataset, splits.Clients, models.Classifier]:
     """The data, the clients and the initial model. Raises UserError if the flags do not fit."""
     dataset = load(args)
+    if len(dataset.classes) < 2:
+        raise UserError(f"{dataset.name} has only one class, {dataset.classes[0]}: add another")
     clients = splits.deal(dataset, args)
     shape, classes = tuple(dataset.x.shape[1:]), len(dataset.classes)
     with devices.seeded(torch.device("cpu"), args.seed, "model", 0):  # the same on any device

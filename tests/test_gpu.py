@@ -2,20 +2,22 @@
 
 import pytest
 import torch
+from conftest import settings
 
 import convex_hull_select
 import fedavg
 import fediir
 import uefl
+from common.devices import pick_device, pick_precision, seeded
 from common.models import build
-from common.train import Trainer, get_weights, local_solver, pick_device, pick_precision, seeded
+from common.train import Trainer, get_weights, local_solver
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
-def full_precision():  # by hand, because monkeypatch cannot undo an attribute that only __getattr__ provides
+def full_precision():  # by hand: monkeypatch cannot undo an attribute that only __getattr__ gives
     backends = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [backend.allow_tf32 for backend in backends]
     for backend in backends:
@@ -27,34 +29,35 @@ def full_precision():  # by hand, because monkeypatch cannot undo an attribute t
 
 @pytest.mark.parametrize("name", ["cnn", "convnet", "resblocks"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_training_on_a_gpu_is_training_on_a_cpu(tiny, name, optimizer, full_precision):
-    updates = []
+def test_training_on_a_gpu_is_training_on_a_cpu(tiny, trainer, name, optimizer, full_precision):
+    args, deltas = settings(local_epochs=1, batch_size=16, lr=0.01, optimizer=optimizer), []
     for device in (CPU, GPU):
         with seeded(CPU, 0, "model"):
-            model = build(name, (1, 8, 8), 3, width=0.125).to(device, memory_format=torch.channels_last)
-        options = {"seed": 0, "epochs": 1, "batch_size": 16, "lr": 0.01, "optimizer": optimizer}
-        trainer = Trainer(tiny, device, **options)
-        w = get_weights(model)
-        updates.append(trainer.local_updates(local_solver, model, w, torch.tensor([0]), [tiny.train], 1)[1].cpu())
-        accuracy, loss = trainer.evaluate(model, w, [tiny.test])
-        assert accuracy.device.type == loss.device.type == device.type
-    error = (updates[0] - updates[1]).norm() / updates[0].norm()
-    assert error < (1e-4 if optimizer == "sgd" else 1e-2), "Adam divides by gradients that may be rounding errors"
+            model = build(name, (1, 8, 8), 3, width=0.125)
+        model = model.to(device, memory_format=torch.channels_last)
+        on_device = Trainer(tiny, trainer.clients, device, args)
+        theta = get_weights(model)
+        _, thetas, _ = on_device.train(local_solver, model, theta, torch.tensor([0]), 1)
+        deltas.append((thetas - theta).cpu())
+    error = (deltas[0] - deltas[1]).norm() / deltas[0].norm()
+    assert error < (1e-4 if optimizer == "sgd" else 1e-2), "Adam divides by rounding errors"
 
 
 @pytest.mark.parametrize("method", [fedavg, convex_hull_select, fediir, uefl])
 def test_a_run_on_a_gpu(start, method):
     flags = {
-        fedavg: "--clients 6 --participating 4 --sample 2 --rounds 2 --width 0.125",
-        convex_hull_select: "--partition dirichlet --clients 8 --participating 6 --sample 6 --rounds 2 --width 0.125",
-        fediir: "--dataset mnist --clients 4 --rounds 2 --test-domain dark --width 0.125",
-        uefl: "--partition domain --width 0.125 --rounds 2 --later-rounds 1 --iterations 2",
+        fedavg: "--clients 6 --participating 4 --sample 2",
+        convex_hull_select: "--partition dirichlet --clients 8 --participating 6 --sample 6",
+        fediir: "--dataset mnist --clients 4 --test-domain dark",
+        uefl: "--partition domain --later-rounds 1 --iterations 2",
     }[method]
-    folder = start(method, f"{flags} --local-epochs 1 --batch-size 4 --device cuda --no-compare --out run") / "run"
+    flags += " --width 0.125 --rounds 2 --local-epochs 1 --batch-size 4 --device cuda"
+    folder = start(method, f"{flags} --no-compare --out run") / "run"
     assert (folder / "model.pt").exists()
     start(method, "--resume run --device cuda")
 
 
 def test_auto_takes_the_gpu_and_the_precision_of_its_hardware():
     assert pick_device("auto").type == "cuda"
-    assert pick_precision("auto", GPU) == ("bfloat16" if torch.cuda.is_bf16_supported(False) else "float32")
+    expected = "bfloat16" if torch.cuda.is_bf16_supported(False) else "float32"
+    assert pick_precision("auto", GPU) == expected

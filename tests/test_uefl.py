@@ -277,7 +277,8 @@ def tokens_by_hand(model, data, samples):
 
 
 def test_a_whole_run_is_algorithm_1_by_hand(start, tiny):
-    words = CUT + "run --model cnn --width 0.125 --optimizer sgd --lr 0.1 --dropout 0 "
+    uneven = CUT.replace(SILOS, "--partition domain --clients 3 --sample 3")
+    words = uneven + "run --model cnn --width 0.125 --optimizer sgd --lr 0.1 --dropout 0 "
     folder, args = start(uefl, words) / "run", parsed(uefl, words)
     clients, model, _, _ = uefl.build(parsed(uefl, words.replace("run", "again", 1)))
     theta, allowed, t = get_weights(model), torch.ones(3, 4, dtype=torch.bool), 0
