@@ -102,7 +102,7 @@ def series(runs: Sequence[Rows], column: str) -> tuple[list[int], np.ndarray]:
 
 
 def partition(file: Path, data: Dataset, clients: Clients) -> None:
-    """Which client holds what: its training samples by class, and by domain if there are domains."""
+    """Which client holds what: its training samples by class, and by domain if there are any."""
     panels = {"class": (data.y, data.classes)}
     if data.domain is not None:
         panels["domain"] = (data.domain, data.domains)

@@ -38,7 +38,7 @@ def ranks_of(pid: int) -> list[int]:
 
 
 def works(pid: int) -> bool:
-    """Whether this process exists and has not ended: then it is a zombie, "Z", until it is joined."""
+    """Whether this process runs. One that has ended is a zombie, "Z", until it is joined."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -86,7 +86,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bytes(method, tmp_path):
           f"{slowest:.1f} s, {ends} runs brought to their end, 0 differences")  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [8, 16, 24, 32, 40, 48, 64, 96])
+@pytest.mark.parametrize("size", [8, 12, 16, 20, 24, 28, 32, 40])
 def test_a_full_disk_ends_the_run_and_resume_goes_on(tmp_path, size):
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -278,7 +278,7 @@ def tokens_by_hand(model, data, samples):
 
 def test_a_whole_run_is_algorithm_1_by_hand(start, tiny):
     uneven = CUT.replace(SILOS, "--partition domain --clients 3 --sample 3")
-    words = uneven + "run --model cnn --width 0.125 --optimizer sgd --lr 0.1 --dropout 0 "
+    words = uneven + "run --model cnn --width 0.125 --optimizer sgd --lr 0.03 --dropout 0 "
     folder, args = start(uefl, words) / "run", parsed(uefl, words)
     clients, model, _, _ = uefl.build(parsed(uefl, words.replace("run", "again", 1)))
     theta, allowed, t = get_weights(model), torch.ones(3, 4, dtype=torch.bool), 0
@@ -316,6 +316,7 @@ def test_a_whole_run_is_algorithm_1_by_hand(start, tiny):
             row = rows[t - 1]
             columns = {"mE": np.mean(e), "mA": np.mean(right), "turned_accuracy": right[2]}
             columns["turned_extended"] = float(allowed[2].sum() > 4)
+            columns["id_accuracy"] = np.average(right, weights=[*map(len, clients.test)])
             assert {c: float(row[c]) for c in columns} == pytest.approx(columns, abs=1e-4)
             counts = " ".join(str(count) for count in allowed.sum(1).tolist())
             assert (row["iteration"], row["codewords"]) == (str(iteration), counts)

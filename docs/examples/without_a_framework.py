@@ -52,7 +52,7 @@ def entropy_weights(label_counts: Tensor) -> Tensor:
 def cosines(g: Tensor) -> Tensor:
     """Cosine similarities of the rows of g [M, P]: float64 [M, M], symmetric, NaN for zeros."""
     products = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
-    for part in g.split(2**11, dim=1):  # short float32 sums, added up in float64
+    for part in g.float().split(2**11, dim=1):  # short float32 sums, added up in float64
         products += part @ part.T
     products = (products + products.T) / 2  # so that ties are ties, in spite of rounding
     length = products.diagonal().sqrt()
@@ -102,7 +102,7 @@ def principal_components(g: Tensor, dim: int, scale: bool = False) -> Tensor:
     variance count as rounding errors.
     """
     products = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
-    for part in g.split(2**11, dim=1):  # short float32 sums, added up in float64
+    for part in g.float().split(2**11, dim=1):  # short float32 sums, added up in float64
         products += part @ part.T
     gram = products.cpu()
     if scale:
