@@ -189,8 +189,6 @@ def image_folder(folder: Path, image_size: int) -> Dataset:
     is_test, part_of, class_of, _, files = zip(*sorted(images), strict=True)
 
     parts, classes = sorted(set(part_of)), sorted(set(class_of))
-    if len(classes) == 1:
-        raise UserError(f"{folder} has only one class, {classes[0]}: at least two are needed")
     for path in folder.glob("[!.]*"):
         if path.is_dir() and path.name not in parts:
             raise UserError(f"{path} holds no images as <class>/*: add some, or remove it")

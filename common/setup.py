@@ -18,8 +18,9 @@ def load(args: Namespace) -> data.Dataset:
 def assemble(args: Namespace, **options) -> tuple[data.Dataset, splits.Clients, models.Classifier]:
     """The data, the clients and the initial model. Raises UserError if the flags do not fit."""
     dataset = load(args)
-    if len(dataset.classes) < 2:
-        raise UserError(f"{dataset.name} has only one class, {dataset.classes[0]}: add another")
+    if len(dataset.classes) == 1:
+        only = dataset.classes[0]
+        raise UserError(f"{dataset.name} has only one class, {only}: at least two are needed")
     clients = splits.deal(dataset, args)
     shape, classes = tuple(dataset.x.shape[1:]), len(dataset.classes)
     with devices.seeded(torch.device("cpu"), args.seed, "model", 0):  # the same on any device

@@ -82,7 +82,9 @@ def test_a_rank_that_is_killed_ends_the_run_in_one_line(folders, method, tmp_pat
     (line,) = said(tmp_path)
     assert process.exitcode == 1 and line.startswith(f"{name}.py: a process was ended by SIGKILL")
     assert line.endswith(f"continue with --resume {name}")
-    child(method, ["--resume", name, "--processes", "2"], tmp_path).join()
+    process = child(method, ["--resume", name, "--processes", "2"], tmp_path)
+    process.join()
+    assert process.exitcode == 0, said(tmp_path)
     assert outcome(tmp_path / name) == outcome(folders / "1" / name)
 
 

@@ -281,7 +281,7 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(
         "full/notes.txt": "mine",
         "torn/args.json": '{"method": "fed',
         "other/args.json": '{"flags": {"method": "fedavg", "seed": 0}}',
-        **dict.fromkeys(["mixed/train/cat/1.png", "mixed/sketch/cat/1.png"], "no image"),
+        **dict.fromkeys(["mixed/train/cat/1.png", "mixed/sketch/dog/1.png"], "no image"),
         **dict.fromkeys(["broken/photo/cat/1.png", "broken/photo/dog/1.png"], "no image"),
     }.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
