@@ -47,7 +47,7 @@ def compare(
     plans = plans_of(args)
     _, clients, _ = assemble(plans[0])  # finds a user's mistakes before anything is written
     if ranks.RANK == 0 and not args.resume:
-        for name in changes:
+        for name in changes if len(plans) == 1 else [label]:
             check_free(folder_of(args.out, name, label))
     work = partial(run_all, args, federate, changes, plans, prediction, shows_in)
     count = ranks.how_many(args.processes, args.device, clients.sample)
@@ -61,17 +61,16 @@ def compare(
 
 def plans_of(args: Namespace) -> list[Namespace]:
     """The flags of the method's run for each seed and test domain."""
-    domains = (
-        load(changed(args, seed=args.seed[0])).domains
-        if args.test_domain == "all"
-        else [args.test_domain]
-    )
+    domains = [args.test_domain]
+    if args.test_domain == "all":
+        domains = load(changed(args, seed=args.seed[0])).domains
     if not domains:
         raise UserError("--test-domain all: there are no domains; make some with --rotate")
     plans = []
     for seed in dict.fromkeys(args.seed):
         for domain in domains:
-            plans.append(changed(args, seed=seed, test_domain=domain))
+            every = f"{args.seed} {domains}"  # so that ranks that differ in them notice it
+            plans.append(changed(args, seed=seed, test_domain=domain, every=every))
     if len(plans) > 1:
         for plan in plans:
             plan.out = f"{args.out}/seed{plan.seed}" + f"-{plan.test_domain}" * (len(domains) > 1)

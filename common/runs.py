@@ -36,7 +36,7 @@ class Run:
     def __init__(self, args: Namespace, data: Dataset, clients: Clients):
         self.args, self.data, self.clients, self.folder = args, data, clients, Path(args.out)
         self.kept, self.rows, self.t, self.due = {}, [], 0, False
-        ours = (*FREE, "out", "name", "code", "is_example")
+        ours = (*FREE, "out", "name", "code", "is_example", "every")
         flags = {flag: value for flag, value in vars(args).items() if flag not in ours}
         self.facts = {"flags": flags, "data": data.fingerprint(), "code": args.code}
         self.saved_at = self.started = self.began = time.monotonic()
@@ -44,7 +44,7 @@ class Run:
         if args.resume and (self.folder / "checkpoint.pt").exists():
             self._restore(self.folder / "checkpoint.pt")
         self.begins_at = self.t
-        ranks.agree({**self.facts, "round": self.t})
+        ranks.agree({**self.facts, "round": self.t, "seeds": vars(args).get("every")})
 
     def _restore(self, file: Path) -> None:
         """Takes up what the checkpoint in this file holds."""

@@ -5,6 +5,7 @@ which order and in which precision it runs. A model travels as one vector theta 
 in their order, then its floating-point buffers (the statistics of batch norm).
 """
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -136,7 +137,9 @@ class Trainer:
             return selected, rows[:, :-1], rows[:, -1]
         trained, rows = selected[finite.cpu()], rows[finite]
         left_out = len(selected) - len(trained)
-        tqdm.write(f"round {t}: {left_out} of {len(selected)} uploads were not finite: left out")
+        if ranks.RANK == 0:
+            text = f"round {t}: {left_out} of {len(selected)} uploads were not finite: left out"
+            tqdm.write(text, file=sys.stderr)
         return trained, rows[:, :-1], rows[:, -1]
 
     def map(
