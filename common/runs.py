@@ -96,7 +96,7 @@ class Run:
                 "args.json", lambda part: part.write_text(json.dumps(about, indent=1) + "\n")
             )
             plots.partition(self.folder / "partition.png", self.data, self.clients)
-            if self.data.domains:
+            if self.args.partition in ("domain", "silos"):
                 plots.samples(self.folder / "samples.png", self.data)
 
     def progress(self, share: float) -> None:
