@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from scipy.stats import t as student
+from scipy.special import stdtrit  # scipy.stats would take half a second to import
 
 from common import UserError, plots, ranks
 from common.runs import Run, check_free
@@ -121,7 +121,7 @@ def folder_of(out: str, name: str, label: str) -> Path:
 def interval(differences: np.ndarray) -> tuple[float, float, float]:
     """The mean of paired differences [n], n > 1, and its 95 % interval by Student's t."""
     mean, n = differences.mean(), len(differences)
-    half = student.ppf(0.975, n - 1) * differences.std(ddof=1) / n**0.5
+    half = stdtrit(n - 1, 0.975) * differences.std(ddof=1) / n**0.5
     return mean, mean - half, mean + half
 
 
