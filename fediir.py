@@ -21,8 +21,9 @@ clients' gradients, which a moving average smooths over the rounds.
     13          Delta_c = theta_c - theta^{t-1}                      federate
     15      theta^t = theta^{t-1} + eta_g mean of Delta_c            federate
 
-With gamma = 0, line 10 is FedAvg's line 9 (see fedavg.py). Algorithm 2, which says who holds what,
-is by_domain() in common/splits.py.
+In line 10, g is the moving average g^t. With gamma = 0, this line is FedAvg's line 9. Lines 12, 14
+and 16 only end a loop (see fedavg.py). Algorithm 2, which says who holds what, is by_domain() in
+common/splits.py.
 
 What the listing leaves out, and where the paper is silent
  1. The moving average starts at zero, and as in the authors' code nothing corrects for that. In the
@@ -40,11 +41,12 @@ What the listing leaves out, and where the paper is silent
  6. ResNets have group norm, or with --pretrained batch norm with fixed statistics, as in the
     authors' code. The hidden layer of their classifier is as wide as its input. Images are not
     augmented. The width, the stride and the norm of the `convnet` come from the authors' code.
- 7. Clients with a gradient, loss or update that is not finite are left out of the means (with gamma
-    = 0, too).
- 8. `gradient_spread` in metrics.csv is the mean over C of ||grad_omega R_c - g||^2. It also falls
-    if all features shrink, so a small spread alone proves nothing. A gamma does not carry over to
-    another model: a narrower one needs a larger gamma.
+ 7. Clients with a loss or an update that is not finite are left out of the means. If a gradient in
+    line 4 is not finite, the run stops (with gamma = 0, too).
+ 8. `gradient_spread` in metrics.csv is the mean over C of ||grad_omega R_c - g||^2, where g is
+    line 4's mean, not its moving average. It also falls if all features shrink, so a small spread
+    alone proves nothing. A gamma does not carry over to another model: a narrower one needs a
+    larger gamma.
 
 Where the authors' code differs
 - Local SGD has momentum 0.9 (--momentum 0.9). The penalty has no factor 1/2, so gamma is twice
@@ -148,12 +150,12 @@ def federate(args) -> runs.Run:
         raise UserError("--test-domain is missing: name the domain to leave out")
     _, clients, model, trainer, run = prepare(args)
     theta = run.kept.get("theta", train.get_weights(model))  # line 1
-    omega = sum(p.numel() for p in model.classifier.parameters())
-    g = run.kept.get("g", torch.zeros(omega, device=trainer.device))
+    q = sum(p.numel() for p in model.classifier.parameters())
+    g = run.kept.get("g", torch.zeros(q, device=trainer.device))  # the moving average g^t
     best_theta, best = run.kept.get("best_theta", theta), run.kept.get("best", {"id_accuracy": -1})
     for t in run.rounds(args.rounds):  # line 2
-        draw = random_at(args.seed, "select", t)
-        selected = splits.draw(clients.ids, clients.sample, draw)  # line 3
+        rng = random_at(args.seed, "select", t)
+        selected = splits.draw(clients.ids, clients.sample, rng)  # line 3
         gradients = trainer.map(client_gradient, model, theta, selected, clients.train, t)  # line 4
         g = moving_average(g, gradients.mean(0), args.ema)  # line 4
         # Lines 5 to 12 on each selected client; `trained` are those whose upload is finite.

@@ -19,7 +19,7 @@ nobody else can stand in for them.
 
 Algorithm 1 is MinimaxSim. Its lines 2 to 9 compute S*_i = max over j != i of cos(g^i, g^j):
 largest_similarity. Its lines 10 to 16 take the clients with the smallest S*_i: minimax_clients.
-Line 3 of Algorithm 2 is convex_hull_select.py.
+Line 3 of Algorithm 2 is convex_hull_select.py; lines 8 and 10 only end a loop.
 
 Where the paper is silent or unclear
 1. K is --sample. The loop in Algorithm 1, `while |I| <= K`, ends with K + 1 clients; we follow
@@ -98,7 +98,7 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
 
 
 def federate(args) -> runs.Run:
-    """Algorithm 2 with these flags."""
+    """Algorithm 2 with these flags: one run, with one seed."""
     _, clients, model, trainer, run = prepare(args)
     rare_clients = torch.tensor([group == "one class" for group in clients.groups])
     if run.kept:

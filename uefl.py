@@ -24,7 +24,7 @@ client, and sg(a) means that no gradient flows through a.
     17              theta_k <- theta_k - eta grad (L_code + L_task)  client_update
     19          clients return theta_k                          federate, trainer.train
     20          theta <- sum of n_k / n theta_k                 average, average_codewords
-    22      e_k = -sum p log p, the uncertainty (equation 6)    evaluate, client_evaluation
+    22      e_k = -sum p log p, the uncertainty (equation 6)    evaluate, predictive_entropy
     23      reduce the number of rounds                         federate
     24  until e_k <= (1 + gamma) min_j e_j for all k (equation 7)  federate
 
@@ -93,7 +93,8 @@ from common.setup import prepare
 class ExtensibleCodebook(nn.Module):
     """Replaces each segment of a token by the nearest codeword that the client may use.
 
-    size              v, codewords at the start; with 0, tokens are returned unchanged
+    size              v, codewords at the start; with 0, tokens are returned unchanged, with L_code
+                      0 and no indices
     dim, segments     d, the channels of a token, and s, the parts that it is cut into; s divides d
     commitment, beta  weights of ||sg(c) - z||^2, which pulls tokens to codewords, and of
                       ||c - sg(z)||^2, which pulls codewords to tokens
@@ -119,12 +120,11 @@ class ExtensibleCodebook(nn.Module):
         The backward pass copies the gradient from the output to the tokens. Raises ValueError for a
         wrong `allowed`.
         """
-        if not len(self.codewords):
-            return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
         v = len(self.codewords)
-        allowed = (
-            torch.ones(v, dtype=torch.bool, device=tokens.device) if allowed is None else allowed
-        )
+        if not v:
+            return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
+        if allowed is None:
+            allowed = torch.ones(v, dtype=torch.bool, device=tokens.device)
         if not (allowed.dtype == torch.bool and allowed.shape == (v,) and allowed.any()):
             raise ValueError(f"allowed must be bool [{v}] with at least one True")
         with torch.autocast(tokens.device.type, enabled=False):
@@ -192,9 +192,7 @@ class UEFL(nn.Module):
         token_norm: bool,
     ):
         super().__init__()
-        self.codebook = (
-            codebook  # before the others, so that its codewords are the first numbers of theta
-        )
+        self.codebook = codebook  # the first attribute, so that theta begins with the codewords
         self.features, self.classifier, self.token_norm = features, classifier, token_norm
 
     def encode(self, x: Tensor) -> Tensor:

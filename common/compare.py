@@ -157,7 +157,7 @@ def report(runs: Runs, domains: Sequence[str]) -> None:
     print("\nPercent, mean of the last evaluations (up to 5), over seeds and test domains")
     for row in table:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    if "(" in table[-1][-1]:
+    if baselines and len(ends[label]) > 1:
         print("In brackets: the 95 % interval of the mean paired difference over the seeds")
     run = runs[label][0]
     tests = {"ID": run.clients.held_out, **run.clients.tests}

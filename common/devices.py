@@ -14,9 +14,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 def keep_freed_memory() -> None:
     """Stops glibc from returning freed memory, so that each batch reuses the last one's buffers."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt and any(
-        mallopt(M_MMAP_THRESHOLD, size) for size in (1 << 30, 1 << 25)
-    ):  # old versions refuse 1 << 30
+    sizes = (1 << 30, 1 << 25)  # old versions refuse the first
+    if mallopt and any(mallopt(M_MMAP_THRESHOLD, size) for size in sizes):
         mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
@@ -52,9 +51,8 @@ def pick_precision(name: str, device: torch.device) -> str:
     if device.type == "cuda":
         has_it = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        has_it = torch.cpu.get_capabilities().get(
-            "avx512_bf16"
-        ) or torch.cpu.get_capabilities().get("amx_bf16")
+        can = torch.cpu.get_capabilities()
+        has_it = can.get("avx512_bf16") or can.get("amx_bf16")
     return "bfloat16" if has_it else "float32"
 
 

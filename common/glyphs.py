@@ -53,9 +53,8 @@ def glyphs(n_train: int = 12_000, n_test: int = 2_000, seed: int = 0) -> dict:
         grid = F.affine_grid(affine[i], [len(i), 1, 56, 56], align_corners=False)
         image = F.avg_pool2d(F.grid_sample(drawn, grid, align_corners=False), 2)
         image = image * (1 - 0.8 * ink[i].view(-1, 1, 1, 1) ** 3)
-        image = image + 0.5 * noise[i].view(-1, 1, 1, 1) ** 4 * torch.randn(
-            image.shape, generator=g
-        )
+        grain = torch.randn(image.shape, generator=g)
+        image = image + 0.5 * noise[i].view(-1, 1, 1, 1) ** 4 * grain
         x[i] = (image.clamp(0, 1) * 255).to(torch.uint8)
     return {
         "x": x, "y": digit, "train": torch.arange(n_train), "test": torch.arange(n_train, n),

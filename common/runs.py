@@ -65,9 +65,7 @@ class Run:
         self.bar.total = until
         while self.t < until:
             self.t += 1
-            self.bar.set_description(
-                f"{self.args.name} round {self.t}/{self.bar.total}", refresh=False
-            )
+            self.bar.set_description(f"{self.args.name} round {self.t}/{until}", refresh=False)
             self.due = self.t % self.args.evaluate_every == 0 or self.t == until
             yield self.t
             self.progress(1)
@@ -125,12 +123,8 @@ class Run:
         lines = [columns, *([_cell(row.get(column)) for column in columns] for row in self.rows)]
         text = "".join(",".join(line) + "\n" for line in lines)
         self._write("metrics.csv", lambda part: part.write_text(text))
-        shown = {"loss": "train_loss", "ID": "id_accuracy", "OOD": "ood_accuracy"}
-        shown = [
-            f"{name} {row[column]:.3g}"
-            for name, column in shown.items()
-            if row.get(column) is not None
-        ]
+        names = {"train_loss": "loss", "id_accuracy": "ID", "ood_accuracy": "OOD"}
+        shown = [f"{name} {row[column]:.3g}" for column, name in names.items() if column in row]
         self.bar.set_postfix_str("  ".join(shown), refresh=False)
         if time.monotonic() - self.saved_at > SAVE_EVERY:
             self.save()

@@ -10,7 +10,7 @@ from common.train import Trainer
 
 
 def load(args: Namespace) -> data.Dataset:
-    """The data set. Runs with the same flags share it, and so do runs with other seeds."""
+    """The data set. Runs with the same flags share it; without --rotate, other seeds do, too."""
     seed = args.seed if args.rotate else 0  # only the division into angles is random
     return data.load(args.dataset, args.data_dir, args.image_size, tuple(args.rotate or ()), seed)
 

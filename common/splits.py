@@ -300,10 +300,10 @@ def deal(data: Dataset, args: Namespace) -> Clients:
     if args.partition in ("rare", "twins"):
         tests["rare"] = ood[data.y[ood] >= len(data.classes) - RARE]
     return Clients(
-        train=[train[k] for k in order],
-        test=[test[k] for k in order],
+        train=[train[i] for i in order],
+        test=[test[i] for i in order],
         participating=m,
         sample=k,
-        groups=[groups[k] for k in order],
+        groups=[groups[i] for i in order],
         tests={name: positions for name, positions in tests.items() if len(positions)},
     )

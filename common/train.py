@@ -35,7 +35,8 @@ def local_solver(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        total, samples = total + len(y) * loss.detach(), samples + len(y)
+        total += len(y) * loss.detach()
+        samples += len(y)
     return total / samples
 
 
@@ -54,9 +55,7 @@ def get_weights(model: nn.Module) -> Tensor:
 def set_weights(model: nn.Module, theta: Tensor) -> None:
     """Writes theta [P] into the model."""
     for buffer in model.buffers():
-        if (
-            buffer.dtype == torch.long
-        ):  # batch norm's count of batches: nobody uses it, and it is not in theta
+        if buffer.dtype == torch.long:  # batch norm's count of batches, unused and not in theta
             buffer.zero_()
     for t, part in zip(weights_of(model), unflatten(model, theta), strict=True):
         t.copy_(part)
@@ -164,7 +163,7 @@ class Trainer:
         set_weights(model, theta)
 
         def work(k: int, share: float, **own) -> Tensor:
-            batches = map(self.batch, samples[k].to(self.device).split(self.chunk))
+            batches = (self.batch(part) for part in samples[k].to(self.device).split(self.chunk))
             return function(model.eval(), batches, self.autocast, **own, **options)
 
         rows = self._for_each(ids, samples, work, "evaluation", t, each)

@@ -20,7 +20,8 @@ from torch import Tensor
 class ExtensibleCodebook(nn.Module):
     """Replaces each segment of a token by the nearest codeword that the client may use.
 
-    size              v, codewords at the start; with 0, tokens are returned unchanged
+    size              v, codewords at the start; with 0, tokens are returned unchanged, with L_code
+                      0 and no indices
     dim, segments     d, the channels of a token, and s, the parts that it is cut into; s divides d
     commitment, beta  weights of ||sg(c) - z||^2, which pulls tokens to codewords, and of
                       ||c - sg(z)||^2, which pulls codewords to tokens
@@ -46,12 +47,11 @@ class ExtensibleCodebook(nn.Module):
         The backward pass copies the gradient from the output to the tokens. Raises ValueError for a
         wrong `allowed`.
         """
-        if not len(self.codewords):
-            return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
         v = len(self.codewords)
-        allowed = (
-            torch.ones(v, dtype=torch.bool, device=tokens.device) if allowed is None else allowed
-        )
+        if not v:
+            return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
+        if allowed is None:
+            allowed = torch.ones(v, dtype=torch.bool, device=tokens.device)
         if not (allowed.dtype == torch.bool and allowed.shape == (v,) and allowed.any()):
             raise ValueError(f"allowed must be bool [{v}] with at least one True")
         with torch.autocast(tokens.device.type, enabled=False):
