@@ -25,7 +25,7 @@ Where the paper is silent or unclear, or we differ (choices 1 and 2 change the r
    first --hull-dim principal components, which decides who is a vertex. Section IV-B2 speaks of the
    stored gradients, section V of "cosine similarity to construct the convex hull". The default is
    the gradients as they are, because scaled to length 1 (--no-raw) the selection was worse than
-   random on glyphs under label skew (see results/).
+   random on glyphs with label skew and clients of unequal sizes (see results/).
 2. The paper selects all vertices. With --sample N, which is ours, at most N of them train, drawn at
    random; the example on glyphs has N = 10, so that the hull trains as many clients as minimax
    selection.
@@ -33,8 +33,7 @@ Where the paper is silent or unclear, or we differ (choices 1 and 2 change the r
    they span. Of several clients at one point, one is selected, and the first client if all share
    one point.
 4. Interior (table 1) trains as many non-vertices as the hull has vertices, or all of them if there
-   are fewer. Two controls are ours: as many clients as there are vertices, drawn from all (random)
-   or those with the most samples (largest).
+   are fewer. A control is ours: as many clients as there are vertices, drawn from all (random).
 5. For alpha_i, models, ID and the baselines see minimax_select.py; docs/variations/ has diffs that
    change both files.
 
@@ -115,27 +114,9 @@ def hull_vertices(g: Tensor, dim: int, scale: bool = False) -> Tensor:
     return usable[vertices.to(usable.device)]
 
 
-def candidates(selection: str, vertices: Tensor, usable: Tensor, sizes: Tensor) -> Tensor:
-    """Line 3 and its controls: the clients to choose from, int64, ascending.
-
-    selection  hull: the vertices; interior: the other usable clients; random: all usable clients;
-               largest: as many as there are vertices, those with the most samples
-    sizes      n_i of all clients
-    """
-    if selection == "hull":
-        return vertices
-    if selection == "interior":
-        return usable[torch.isin(usable, vertices, invert=True)]
-    if selection == "largest":
-        by_size = sizes[usable].sort(descending=True, stable=True).indices
-        return usable[by_size[: len(vertices)]].sort().values
-    return usable
-
-
 def federate(args) -> runs.Run:
     """Algorithm 2 with these flags."""
     _, clients, model, trainer, run = prepare(args)
-    rare_clients = torch.tensor([group == "one class" for group in clients.groups])
     if run.kept:
         w, table = run.kept["w"], run.kept["table"]
     else:
@@ -149,7 +130,8 @@ def federate(args) -> runs.Run:
         if not len(usable):
             raise UserError("all updates are zero or infinite: change --lr")
         vertices = hull_vertices(table, args.hull_dim, not args.raw).cpu()  # line 3
-        possible = candidates(args.selection, vertices, usable, clients.sizes)
+        inside = usable[~torch.isin(usable, vertices)]
+        possible = {"hull": vertices, "interior": inside, "random": usable}[args.selection]
         if not len(possible):
             raise UserError(f"round {t}: no client lies inside the hull; lower --hull-dim")
         count = min(args.sample or len(vertices), len(vertices), len(possible))
@@ -157,17 +139,15 @@ def federate(args) -> runs.Run:
         # Lines 5 and 6 on each selected client; `trained` are those whose upload is finite.
         trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)
         g = w - ws  # line 7
-        table[trained] = g  # section IV-B
+        table[trained] = g  # section IV-B; the rows of the other clients stay
         n = clients.sizes[trained].to(g)
         if args.weighting == "equal":
             n = torch.ones_like(n)
         alpha = n / n.sum()
         w = w - alpha @ g  # line 9
         measures = trainer.evaluate(model, w, trained) if run.due else {}
-        measures["vertices"] = len(vertices)
-        measures["rare_selected"] = rare_clients[trained].float().mean()
-        keep = {"w": w, "table": table}
-        run.record(t, keep, selected=trained, train_loss=alpha @ losses, **measures)
+        measures |= {"train_loss": alpha @ losses, "vertices": len(vertices)}
+        run.record(t, {"w": w, "table": table}, selected=trained, **measures)
 
     usable = usable_rows(table)
     plane = principal_components(table[usable], 2, not args.raw)
@@ -204,7 +184,7 @@ SMALL = {
 
 
 def own_flags(add) -> None:
-    kinds, by = ["hull", "interior", "random", "largest"], ["equal", "size"]
+    kinds, by = ["hull", "interior", "random"], ["equal", "size"]
     dim, on = flags.at_least(1, int, 8), argparse.BooleanOptionalAction
     add("--selection", choices=kinds, default="hull", help="line 3, or as many, chosen otherwise")
     add("--hull-dim", type=dim, default=3, help="principal components in which the hull is built")

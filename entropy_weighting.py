@@ -117,12 +117,8 @@ def federate(args) -> runs.Run:
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 RESNET = {"model": "resnet18", "local_epochs": 3, "batch_size": 16, "lr": 0.01, "rounds": 200}
 SPECIALISTS = {
-    "partition": "specialists",
-    "clients": 40,
-    "width": 0.25,
-    "batch_size": 32,
-    "rounds": 20,
-}
+    "partition": "specialists", "clients": 40, "width": 0.25, "batch_size": 32, "rounds": 20,
+}  # fmt: skip
 SETTINGS = {
     "glyphs": {**PAPER, **SPECIALISTS},
     "other": {**PAPER, "dirichlet": 0.1},

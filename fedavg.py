@@ -76,9 +76,9 @@ def power_of_choice(losses: Tensor, k: int) -> Tensor:
 
 
 def select(args, clients, trainer, model, theta: Tensor, t: int) -> Tensor:
-    """The clients that train in round t (line 3), int64 [K]."""
+    """The clients that train in round t (line 3): int64 [--sample], ascending."""
     if args.selection == "power_of_choice":
-        _, losses, _ = trainer.measure(model, theta, clients.train[: clients.participating])
+        _, losses, *_ = trainer.measure(model, theta, clients.train[: clients.participating])
         return power_of_choice(losses, clients.sample)
     sizes = clients.sizes[clients.ids] if args.selection == "by_size" else None
     return splits.draw(clients.ids, clients.sample, random_at(args.seed, "select", t), sizes)

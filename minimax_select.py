@@ -100,7 +100,6 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
 def federate(args) -> runs.Run:
     """Algorithm 2 with these flags: one run, with one seed."""
     _, clients, model, trainer, run = prepare(args)
-    rare_clients = torch.tensor([group == "one class" for group in clients.groups])
     if run.kept:
         w, table = run.kept["w"], run.kept["table"]
     else:
@@ -121,16 +120,15 @@ def federate(args) -> runs.Run:
         # Lines 5 and 6 on each selected client; `trained` are those whose upload is finite.
         trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)
         g = w - ws  # line 7
-        table[trained] = g  # section IV-B
+        table[trained] = g  # section IV-B; the rows of the other clients stay
         n = clients.sizes[trained].to(g)
         if args.weighting == "equal":
             n = torch.ones_like(n)
         alpha = n / n.sum()
         w = w - alpha @ g  # line 9
         measures = trainer.evaluate(model, w, trained) if run.due else {}
-        measures["rare_selected"] = rare_clients[trained].float().mean()
-        keep = {"w": w, "table": table}
-        run.record(t, keep, selected=trained, train_loss=alpha @ losses, **measures)
+        measures["train_loss"] = alpha @ losses
+        run.record(t, {"w": w, "table": table}, selected=trained, **measures)
     plots.similarity(run.folder / "similarity.png", cosines(table), clients, run.rows)
     return run.finish(model, w)
 

@@ -28,6 +28,8 @@ client, and sg(a) means that no gradient flows through a.
     23      reduce the number of rounds                         federate
     24  until e_k <= (1 + gamma) min_j e_j for all k (equation 7)  federate
 
+Lines 11, 18 and 21 only end a branch or a loop.
+
 Where the paper is silent or unclear
 1. In the listing, lines 8 to 10 stand in the loop over rounds, while sections 3.1 and 3.2 add
    codewords once per iteration. We follow the sections: an iteration (lines 4 to 24) ends with the
@@ -318,7 +320,8 @@ def federate(args) -> runs.Run:
         theta, e, first = train.get_weights(model), torch.zeros(len(ids)), 1  # lines 2, 3
         allowed = torch.ones(len(ids), v, dtype=torch.bool, device=trainer.device)
 
-    for iteration in range(first, args.iterations + 1 if v else 2):  # line 4
+    iterations = args.iterations if v else 1  # FedAvg has no codewords to add
+    for iteration in range(first, iterations + 1):  # line 4
         if iteration > first:
             extended = ids[uncertain(e, args.gamma).cpu()]  # line 8
             if not len(extended):  # line 24

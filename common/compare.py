@@ -37,8 +37,10 @@ def compare(
     prediction  what the idea predicts for the example, against the first baseline: a sentence
     shows_in    where it must show: column of metrics.csv -> "above" or "below"
 
-    With several seeds, or --test-domain all, everything runs for each seed and domain, in folders
-    inside args.out. Returns the runs, or None if other processes have run them.
+    The method runs first, in the folder args.out, and a baseline in args.out-NAME. With several
+    seeds, or --test-domain all, this is repeated for each seed and domain, in folders inside
+    args.out. Then come the table, curves.png, and the verdict. If there are several processes, they
+    are forked here, and do all of this together. Returns the runs, or None if others have run them.
     """
     changes = {label: {}}
     for name, flags in baselines.items():

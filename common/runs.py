@@ -39,7 +39,8 @@ class Run:
         ours = (*FREE, "out", "name", "code", "is_example", "every")
         flags = {flag: value for flag, value in vars(args).items() if flag not in ours}
         self.facts = {"flags": flags, "data": data.fingerprint(), "code": args.code}
-        self.saved_at = self.started = self.began = time.monotonic()
+        self.started = self.began = time.monotonic()
+        self.saved_at = -SAVE_EVERY  # so that the first round is saved at once
         self.bar, self.estimated = None, False
         if args.resume and (self.folder / "checkpoint.pt").exists():
             self._restore(self.folder / "checkpoint.pt")

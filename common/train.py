@@ -168,7 +168,7 @@ class Trainer:
 
         rows = self._for_each(ids, samples, work, "evaluation", t, each)
         if not rows.isfinite().all():
-            raise UserError(f"training diverged in round {t}: lower --lr")
+            raise UserError("training diverged, the model's results are not finite: lower --lr")
         return rows
 
     def _for_each(self, ids: Tensor, samples: Sequence[Tensor], work, purpose: str, t: int, each):
@@ -211,45 +211,51 @@ class Trainer:
         predicted, hits  how often each class is predicted, and is right, on the OOD samples, or
                          without these on those of id_accuracy
         selected_size    mean number of training samples of the selected clients
+        rare_selected    which share of them holds a rare class, if there are rare classes
         """
-        of_selected = torch.cat([self.clients.test[k] for k in selected.tolist()])
-        tests = {"id_accuracy": self.clients.held_out, "id_selected": of_selected}
-        tests |= {f"{name}_accuracy": samples for name, samples in self.clients.tests.items()}
-        accuracies, _, counts = self.measure(model, theta, [*tests.values()])
-        shown = [*tests].index("ood_accuracy" if "ood" in self.clients.tests else "id_accuracy")
-        predicted, hits = counts[shown].int().tolist()
+        clients = self.clients
+        of_selected = torch.cat([clients.test[k] for k in selected.tolist()])
+        tests = {"id_accuracy": clients.held_out, "id_selected": of_selected}
+        tests |= {f"{name}_accuracy": samples for name, samples in clients.tests.items()}
+        accuracies, _, predicted, hits = self.measure(model, theta, [*tests.values()])
         measures = dict(zip(tests, accuracies.tolist(), strict=True))
-        size = self.clients.sizes[selected].mean().item()
-        return {**measures, "predicted": predicted, "hits": hits, "selected_size": size}
+        shown = [*tests].index("ood_accuracy" if "ood" in clients.tests else "id_accuracy")
+        measures |= {"predicted": predicted[shown].int(), "hits": hits[shown].int()}
+        measures["selected_size"] = clients.sizes[selected].mean()
+        if "rare" in clients.tests:
+            rare = [clients.groups[k] == "one class" for k in selected]
+            measures["rare_selected"] = sum(rare) / len(rare)
+        return measures
 
-    @torch.no_grad()
     def measure(
         self, model: nn.Module, theta: Tensor, parts: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The model with weights theta on each of these parts of the pool, int64.
 
-        Returns accuracies [parts], mean cross-entropies [parts], and counts [parts, 2, classes]:
-        how often each class is predicted, and how often rightly. Raises UserError if the loss is
+        Returns accuracies [parts], mean cross-entropies [parts], and how often each class is
+        predicted, and is predicted rightly: twice [parts, classes]. Raises UserError if a loss is
         not finite, because the largest of NaN logits would count as class 0.
         """
-        set_weights(model, theta)
-        model.eval()
-        pieces = [(p, piece) for p, part in enumerate(parts) for piece in part.split(self.chunk)]
-        losses = torch.zeros(len(pieces), device=self.device)  # each is known to one rank
-        counts = torch.zeros(len(parts), 2, self.classes, device=self.device)
-        for i in ranks.share_out([len(piece) for _, piece in pieces]):
-            p, piece = pieces[i]
-            x, y = self.batch(piece.to(self.device))
-            with self.autocast():
-                logits = model(x).float()
-            losses[i] = F.cross_entropy(logits, y, reduction="sum")
-            guess = logits.argmax(1)
-            counts[p, 0] += torch.bincount(guess, minlength=self.classes)
-            counts[p, 1] += torch.bincount(guess[guess == y], minlength=self.classes)
-        losses, counts = ranks.sum_over(losses).cpu(), ranks.sum_over(counts).cpu()
-        if not losses.isfinite().all():
-            raise UserError("training diverged: the model's logits are not finite; lower --lr")
-        of_piece = torch.tensor([p for p, _ in pieces])
+        pieces = [part.split(self.chunk) for part in parts]  # which the ranks share
+        flat = [piece for of_part in pieces for piece in of_part]
+        ids = torch.arange(len(flat))
+        rows = self.map(answers, model, theta, ids, flat, t=0, classes=self.classes).cpu()
+        of_parts = rows.split([len(of_part) for of_part in pieces])
+        sums = torch.stack([of_part.sum(0) for of_part in of_parts])
+        loss, predicted, hits = sums.split([1, self.classes, self.classes], dim=1)
         n = torch.tensor([len(part) for part in parts])
-        loss = torch.zeros(len(parts)).index_add(0, of_piece, losses) / n
-        return counts[:, 1].sum(1) / n, loss, counts
+        return hits.sum(1) / n, loss[:, 0] / n, predicted, hits
+
+
+@torch.no_grad()
+def answers(model: nn.Module, batches: Batches, autocast, classes: int) -> Tensor:
+    """The sum of the losses, and how often each class is predicted, and rightly: a vector."""
+    loss, predicted, hits = 0, 0, 0
+    for x, y in batches:
+        with autocast():
+            logits = model(x).float()
+        guess = logits.argmax(1)
+        loss += F.cross_entropy(logits, y, reduction="sum")
+        predicted += torch.bincount(guess, minlength=classes)
+        hits += torch.bincount(guess[guess == y], minlength=classes)
+    return torch.cat([loss.reshape(1), predicted, hits])

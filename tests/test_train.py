@@ -143,7 +143,7 @@ def test_the_training_loss_is_a_mean_over_samples(tiny, trainer, model):
     trainer.args.lr = 1e-9
     hold(trainer, tiny.train[:50])  # in batches of 16, 16, 16 and 2
     _, _, losses = trained(trainer, model)
-    _, expected, _ = trainer.measure(model, get_weights(model), [tiny.train[:50]])
+    _, expected, *_ = trainer.measure(model, get_weights(model), [tiny.train[:50]])
     assert losses[0].item() == pytest.approx(expected[0].item(), rel=1e-4)
 
 
@@ -166,7 +166,7 @@ def test_accuracy_and_loss_are_means_over_samples(tiny, trainer, chunk):
     model(torch.rand(20, 1, 8, 8))  # gives batch norm other statistics
     theta = get_weights(model)
     parts = [tiny.test[:13], tiny.test[13:], tiny.train]
-    accuracy, loss, counts = trainer.measure(model.train(), theta, parts)
+    accuracy, loss, predicted, hits = trainer.measure(model.train(), theta, parts)
     assert torch.equal(get_weights(model), theta), "evaluation changes no statistics"
     model.eval()
     for i, part in enumerate(parts):
@@ -176,7 +176,7 @@ def test_accuracy_and_loss_are_means_over_samples(tiny, trainer, chunk):
         assert accuracy[i].item() == pytest.approx((guess == y).float().mean().item())
         for c in range(3):
             expected = (guess == c).sum(), ((guess == c) & (y == c)).sum()
-            assert counts[i, :, c].tolist() == [*expected]
+            assert (predicted[i, c], hits[i, c]) == expected
         assert loss[i].item() == pytest.approx(nll, rel=1e-4)
 
 
@@ -185,21 +185,24 @@ def test_evaluation_uses_the_weights_and_the_test_sets_that_it_is_given(tiny, tr
     theta[-2] = 5.0  # the bias of class 1; the logits of all samples are 0, 5, 0
     trainer.clients = Clients(
         train=[tiny.train[:40], tiny.train[40:50], tiny.train[50:]],
-        test=[*tiny.test.split(20)], participating=2, sample=2, groups=[""] * 3,
+        test=[*tiny.test.split(20)], participating=2, sample=2,
+        groups=["one class", "more classes", ""],
         tests={"ood": tiny.test[30:], "rare": tiny.test[:7]},
     )  # fmt: skip
 
     def share(samples):
         return (tiny.y[samples] == 1).float().mean().item()
 
+    assert trainer.evaluate(model, theta, torch.tensor([0, 1]))["rare_selected"] == 1 / 2
     found = trainer.evaluate(model, theta, torch.tensor([1]))
+    assert found["rare_selected"] == 0
     assert found["selected_size"] == 10
     assert found["id_accuracy"] == pytest.approx(share(tiny.test[:40]))
     assert found["id_selected"] == pytest.approx(share(tiny.test[20:40]))
     assert found["ood_accuracy"] == pytest.approx(share(tiny.test[30:]))
     assert found["rare_accuracy"] == pytest.approx(share(tiny.test[:7]))
     ones = (tiny.y[tiny.test[30:]] == 1).sum().item()
-    assert found["predicted"] == [0, 30, 0] and found["hits"] == [0, ones, 0]
+    assert found["predicted"].tolist() == [0, 30, 0] and found["hits"].tolist() == [0, ones, 0]
 
 
 def test_map_returns_a_row_per_client_in_order_and_shows_each_sample_once(tiny, trainer, model):
@@ -242,7 +245,7 @@ def test_what_map_draws_belongs_to_the_client_and_the_round(tiny, trainer, model
 def test_evaluation_of_logits_that_are_not_finite_is_an_error(tiny, trainer, model, value):
     theta = get_weights(model)
     theta[-1] = value  # the bias of class 2: NaN logits would count as class 0
-    with pytest.raises(UserError, match="logits are not finite; lower --lr"):
+    with pytest.raises(UserError, match="not finite: lower --lr"):
         trainer.measure(model, theta, [tiny.train, tiny.test])
 
 
@@ -289,7 +292,7 @@ def test_map_stops_at_a_result_that_is_not_finite(tiny, trainer, model):
         return trainer.map(function, model, get_weights(model), ids, samples, 7, each)
 
     assert of_clients(1.0, 2.0, 3.0)[:, 0].tolist() == [1, 2, 3]
-    with pytest.raises(UserError, match="training diverged in round 7: lower --lr"):
+    with pytest.raises(UserError, match="not finite: lower --lr"):
         of_clients(1.0, torch.nan, 3.0)
 
 
