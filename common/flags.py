@@ -161,22 +161,18 @@ def parse(
     )
     add_first_flags(parser, next(iter(settings)))
     first, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
+    if first.resume:
+        defaults = saved_flags(first.resume, method)
+    else:
+        defaults = defaults_for(first.dataset, first.small, settings, small)
     add_shared_flags(parser)
     own_flags(parser.add_argument_group("this method").add_argument)
-    defaults = saved_flags(first.resume, method) if first.resume else {}
-    if not first.resume:
-        kind = first.dataset if first.dataset in data.NAMES else "folder"
-        defaults |= settings.get(kind, settings.get("other", {}))
-        if first.small and kind in data.DRAWN:
-            raise UserError(f"--small: {kind} is small already; leave it out")
-        if first.small:
-            defaults |= small.get(kind, small["other"])
     parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
-    sources = [Path(file), *sorted(Path(__file__).parent.glob("*.py"))]
-    args.code = hashlib.sha1(b"".join(source.read_bytes() for source in sources)).hexdigest()
     words = [word.split("=")[0] for word in argv if word.startswith("--")]
     typed = {word[2:].removeprefix("no-").replace("-", "_") for word in words}
+    sources = [Path(file), *sorted(Path(__file__).parent.glob("*.py"))]
+    args.code = hashlib.sha1(b"".join(source.read_bytes() for source in sources)).hexdigest()
     if first.resume:
         for flag in typed - {*FREE}:
             if getattr(args, flag, None) != defaults.get(flag):
@@ -198,6 +194,15 @@ def parse(
     args.method = method
     args.is_example = not typed - {*FREE, "out", "seed", "precision"}
     return args
+
+
+def defaults_for(dataset: str, small_run: bool, settings: dict, small: dict) -> dict:
+    """The defaults of this data set. Raises UserError if --small does not fit it."""
+    kind = dataset if dataset in data.NAMES else "folder"
+    defaults = settings.get(kind, settings.get("other", {}))
+    if small_run and kind in data.DRAWN:
+        raise UserError(f"--small: {kind} is small already; leave it out")
+    return {**defaults, **small.get(kind, small["other"])} if small_run else defaults
 
 
 def saved_flags(folder: str, method: str) -> dict:
