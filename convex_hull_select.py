@@ -24,8 +24,8 @@ Where the paper is silent or unclear, or we differ (choices 1 and 2 change the r
    quickhull cannot run in a million dimensions anyway. So we project the centred gradients to their
    first --hull-dim principal components, which decides who is a vertex. Section IV-B2 speaks of the
    stored gradients, section V of "cosine similarity to construct the convex hull". The default is
-   the gradients as they are, because scaled to length 1 (--no-raw) the selection was worse than
-   random on glyphs with label skew and clients of unequal sizes (see results/).
+   the gradients as they are, because scaled to length 1 (--unit-length) the selection was worse
+   than random on glyphs with label skew and clients of unequal sizes (see results/).
 2. The paper selects all vertices. With --sample N, which is ours, at most N of them train, drawn at
    random; the example on glyphs has N = 10, so that the hull trains as many clients as minimax
    selection.
@@ -41,8 +41,6 @@ Where the paper is silent or unclear, or we differ (choices 1 and 2 change the r
     python convex_hull_select.py --dataset cifar10
     python convex_hull_select.py --dataset cifar10 --selection interior        (table 1's ablation)
 """
-
-import argparse
 
 import torch
 from scipy.spatial import ConvexHull
@@ -116,7 +114,7 @@ def hull_vertices(g: Tensor, dim: int, scale: bool = False) -> Tensor:
 
 def federate(args) -> runs.Run:
     """Algorithm 2 with these flags."""
-    _, clients, model, trainer, run = prepare(args)
+    clients, model, trainer, run = prepare(args)
     if run.kept:
         w, table = run.kept["w"], run.kept["table"]
     else:
@@ -129,14 +127,14 @@ def federate(args) -> runs.Run:
         usable = usable_rows(table).cpu()
         if not len(usable):
             raise UserError("all updates are zero or infinite: change --lr")
-        vertices = hull_vertices(table, args.hull_dim, not args.raw).cpu()  # line 3
+        vertices = hull_vertices(table, args.hull_dim, args.unit_length).cpu()  # line 3
         inside = usable[~torch.isin(usable, vertices)]
         possible = {"hull": vertices, "interior": inside, "random": usable}[args.selection]
         if not len(possible):
             raise UserError(f"round {t}: no client lies inside the hull; lower --hull-dim")
         count = min(args.sample or len(vertices), len(vertices), len(possible))
         selected = splits.draw(possible, count, random_at(args.seed, "select", t))  # line 3: I_t
-        # Lines 5 and 6 on each selected client; `trained` are those whose upload is finite.
+        # Lines 5 and 6: ids [k], weights [k, P], losses [k] of the clients whose upload is finite
         trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)
         g = w - ws  # line 7
         table[trained] = g  # section IV-B; the rows of the other clients stay
@@ -150,8 +148,8 @@ def federate(args) -> runs.Run:
         run.record(t, {"w": w, "table": table}, selected=trained, **measures)
 
     usable = usable_rows(table)
-    plane = principal_components(table[usable], 2, not args.raw)
-    vertices = hull_vertices(table, args.hull_dim, not args.raw)
+    plane = principal_components(table[usable], 2, args.unit_length)
+    vertices = hull_vertices(table, args.hull_dim, args.unit_length)
     plots.hull(run.folder / "hull.png", usable.cpu(), plane, vertices.cpu(), clients, run.rows)
     return run.finish(model, w)
 
@@ -185,10 +183,10 @@ SMALL = {
 
 def own_flags(add) -> None:
     kinds, by = ["hull", "interior", "random"], ["equal", "size"]
-    dim, on = flags.at_least(1, int, 8), argparse.BooleanOptionalAction
+    dim = flags.at_least(1, int, 8)
     add("--selection", choices=kinds, default="hull", help="line 3, or as many, chosen otherwise")
     add("--hull-dim", type=dim, default=3, help="principal components in which the hull is built")
-    add("--raw", action=on, default=True, help="--no-raw scales gradients to length 1")
+    add("--unit-length", action="store_true", help="first scale the gradients to length 1")
     add("--weighting", choices=by, default="equal", help="line 9: alpha_i is 1 / K or n_i / n")
 
 

@@ -80,8 +80,8 @@ def entropy_weights(label_counts: Tensor) -> Tensor:
 
 def federate(args) -> runs.Run:
     """Section IV-A with these flags."""
-    data, clients, model, trainer, run = prepare(args)
-    counts = splits.label_counts(data, clients.train)[: clients.participating]
+    clients, model, trainer, run = prepare(args)
+    counts = splits.label_counts(run.data, clients.train)[: clients.participating]
     entropies = label_entropy(counts)  # lines 1, 2: all that the server learns of the labels
     sizes = counts.sum(1)
     alphas = {
@@ -92,7 +92,7 @@ def federate(args) -> runs.Run:
     w = run.kept.get("w", train.get_weights(model))
     for t in run.rounds(args.rounds):
         selected = splits.draw(clients.ids, clients.sample, random_at(args.seed, "select", t))
-        # Line 4 on each selected client; `trained` are those whose upload is finite.
+        # Line 4: ids [k], weights [k, P], losses [k] of the clients whose upload is finite
         trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)
         g = w - ws  # line 4
         alpha = alphas[args.weighting][trained]

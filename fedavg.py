@@ -18,9 +18,9 @@ and 16 only end a loop.
     13          Delta_c = theta_c - theta^{t-1}                   federate
     15      theta^t = theta^{t-1} + eta_g mean of Delta_c         federate
 
-Each of the other five files changes one or two of these lines. Wu et al. (Advocating for the
-Silent) also compare with power of choice, which trains the clients with the largest loss (Cho et
-al. 2020), and with training all participating clients, whose number is M below (--sample M).
+The other files change a few of these lines. Wu et al. (Advocating for the Silent) also compare with
+power of choice, which trains the clients with the largest loss (Cho et al. 2020), and with training
+all participating clients, whose number is M (--sample M).
 
 Where the papers are silent or differ
 - In line 15, McMahan et al. weight client c by n_c / n, its share of the samples of all selected
@@ -86,11 +86,11 @@ def select(args, clients, trainer, model, theta: Tensor, t: int) -> Tensor:
 
 def federate(args) -> runs.Run:
     """Algorithm 1 with these flags."""
-    _, clients, model, trainer, run = prepare(args)
+    clients, model, trainer, run = prepare(args)
     theta = run.kept.get("theta", train.get_weights(model))  # line 1, or of a resumed run
     for t in run.rounds(args.rounds):  # line 2
         selected = select(args, clients, trainer, model, theta, t)  # line 3
-        # Lines 5 to 12 on each selected client; `trained` are those whose upload is finite.
+        # Lines 5 to 12: ids [k], weights [k, P], losses [k] of the clients whose upload is finite
         trained, thetas, losses = trainer.train(client_update, model, theta, selected, t)
         deltas = thetas - theta  # line 13
         n = clients.sizes[trained].to(theta)

@@ -148,7 +148,7 @@ def federate(args) -> runs.Run:
     """Algorithm 1 with these flags. model.pt is the model of the round with the best ID."""
     if args.test_domain is None:
         raise UserError("--test-domain is missing: name the domain to leave out")
-    _, clients, model, trainer, run = prepare(args)
+    clients, model, trainer, run = prepare(args)
     theta = run.kept.get("theta", train.get_weights(model))  # line 1
     q = sum(p.numel() for p in model.classifier.parameters())
     g = run.kept.get("g", torch.zeros(q, device=trainer.device))  # the moving average g^t
@@ -158,7 +158,7 @@ def federate(args) -> runs.Run:
         selected = splits.draw(clients.ids, clients.sample, rng)  # line 3
         gradients = trainer.map(client_gradient, model, theta, selected, clients.train, t)  # line 4
         g = moving_average(g, gradients.mean(0), args.ema)  # line 4
-        # Lines 5 to 12 on each selected client; `trained` are those whose upload is finite.
+        # Lines 5 to 12: ids [k], weights [k, P], losses [k] of the clients whose upload is finite
         options = {"global_gradient": g, "gamma": args.gamma}
         trained, thetas, losses = trainer.train(client_update, model, theta, selected, t, **options)
         deltas = thetas - theta  # line 13
@@ -183,7 +183,7 @@ def federate(args) -> runs.Run:
 # (docs/fediir.md). The rest is table 3 and section 5.1, with 50 clients as in tables 8 to 11.
 # `folder` is PACS.
 PAPER = {"clients": 50, "local_epochs": 1, "rounds": 100}
-COLOURS = {
+EXAMPLE = {
     "test_domain": "test", "model": "convnet", "width": 0.125, "lr": 0.1, "batch_size": 6000,
     "local_epochs": 1, "gamma": 50.0, "ema": 0.0, "rounds": 120, "evaluate_every": 5,
     "precision": "float32",
@@ -197,9 +197,9 @@ ROTATED = {
     "batch_size": 64, "gamma": 1e-2,
 }  # fmt: skip
 SETTINGS = {
-    "colours": COLOURS,
-    "colours-control": COLOURS,
-    "colours-grey": {**COLOURS, "gamma": 0.0},
+    "colours": EXAMPLE,
+    "colours-control": EXAMPLE,
+    "colours-grey": {**EXAMPLE, "gamma": 0.0},
     "glyphs": {**PAPER, **GLYPHS},
     "other": {**PAPER, **ROTATED},
     "folder": {**PAPER, "model": "resnet18", "lr": 2.5e-3, "batch_size": 32, "gamma": 1e-3},

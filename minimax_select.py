@@ -99,7 +99,7 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
 
 def federate(args) -> runs.Run:
     """Algorithm 2 with these flags: one run, with one seed."""
-    _, clients, model, trainer, run = prepare(args)
+    clients, model, trainer, run = prepare(args)
     if run.kept:
         w, table = run.kept["w"], run.kept["table"]
     else:
@@ -117,7 +117,7 @@ def federate(args) -> runs.Run:
             selected = splits.draw(usable, k, random_at(args.seed, "select", t))
         else:
             selected = minimax_clients(table, k, largest=args.selection == "maxsim").cpu()  # line 4
-        # Lines 5 and 6 on each selected client; `trained` are those whose upload is finite.
+        # Lines 5 and 6: ids [k], weights [k, P], losses [k] of the clients whose upload is finite
         trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)
         g = w - ws  # line 7
         table[trained] = g  # section IV-B; the rows of the other clients stay

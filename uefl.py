@@ -164,7 +164,10 @@ def predictive_entropy(probabilities: Tensor) -> Tensor:
 
 
 def uncertain(entropies: Tensor, gamma: float) -> Tensor:
-    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K]."""
+    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K].
+
+    For a client whose entropy is NaN the answer is no.
+    """
     return entropies > (1 + gamma) * entropies.nan_to_num(torch.inf).min()  # lines 8, 24
 
 
@@ -287,7 +290,7 @@ def evaluate(args, clients, trainer, model, theta: Tensor, allowed: Tensor, t: i
         measures["mP"] = perplexities.mean()
     codewords = allowed.sum(1).cpu()
     turned = torch.tensor([clients.groups[k] != clients.groups[0] for k in clients.ids])
-    if turned.any():
+    if args.rotate and turned.any():
         measures["turned_accuracy"] = accuracies[turned].mean()
         measures["turned_extended"] = (codewords[turned] > args.codebook_size).float().mean()
     return {**measures, "accuracies": accuracies, "uncertainties": e, "codewords": codewords}
@@ -295,7 +298,7 @@ def evaluate(args, clients, trainer, model, theta: Tensor, allowed: Tensor, t: i
 
 def build(args):
     """Lines 1 and 2: clients, model, trainer and run."""
-    _, clients, base, trainer, run = prepare(args, dropout=args.dropout)
+    clients, base, trainer, run = prepare(args, dropout=args.dropout)
     if not any(isinstance(layer, nn.Dropout) for layer in base.classifier):
         raise UserError(f"--model {args.model} has no dropout, so passes are equal: choose another")
     example, _ = trainer.batch(clients.train[0][:1].to(trainer.device))
@@ -332,13 +335,13 @@ def federate(args) -> runs.Run:
                 client_codewords, model, theta, extended, clients.train, run.t, **options
             )
             codebook.extend(new.view(-1, codebook.codewords.shape[1]))  # line 9
-            theta = train.get_weights(model)
+            theta = train.get_weights(model)  # `map` has put the old theta into the model
             is_own = F.one_hot(extended.repeat_interleave(v), len(ids)).T.bool()
             allowed = torch.cat([allowed, is_own.to(allowed.device)], dim=1)  # line 10
 
         for t in run.rounds(args.rounds + (iteration - 1) * args.later_rounds):  # lines 5, 23
             selected = splits.draw(ids, clients.sample, random_at(args.seed, "select", t))
-            # Lines 6 to 19 on each selected client; `trained` are those whose upload is finite.
+            # Lines 6 to 19: ids, weights [k, P] and losses of the clients whose upload is finite
             trained, thetas, losses = trainer.train(
                 client_update, model, theta, selected, t, each={"allowed": allowed}
             )

@@ -27,8 +27,8 @@ def compare(
     federate: Callable[[Namespace], Run],
     label: str,
     baselines: Mapping[str, dict],
-    prediction: str = "",
-    shows_in: Mapping[str, str] = {},
+    prediction: str,
+    shows_in: Mapping[str, str],
 ) -> Runs | None:
     """Runs federate(args), and then each baseline with as many rounds and other flags.
 
@@ -51,7 +51,7 @@ def compare(
     if ranks.RANK == 0 and not args.resume:
         for name in changes if len(plans) == 1 else [label]:
             check_free(folder_of(args.out, name, label))
-    work = partial(run_all, args, federate, changes, plans, prediction, shows_in)
+    work = partial(run_all, args, federate, label, changes, plans, prediction, shows_in)
     count = ranks.how_many(args.processes, args.device, clients.sample)
     try:
         return work() if count == 1 else ranks.start(work, count)
@@ -79,9 +79,9 @@ def plans_of(args: Namespace) -> list[Namespace]:
     return plans
 
 
-def run_all(args, federate, changes, plans, prediction, shows_in) -> Runs:
+def run_all(args, federate, label, changes, plans, prediction, shows_in) -> Runs:
     """Runs everything, and shows what came out."""
-    began, label = time.monotonic(), next(iter(changes))
+    began = time.monotonic()
     runs: dict[str, list[Run]] = {name: [] for name in changes}
     if len(plans) > 1 and ranks.RANK == 0:
         Path(args.out).mkdir(parents=True, exist_ok=True)
@@ -90,9 +90,9 @@ def run_all(args, federate, changes, plans, prediction, shows_in) -> Runs:
         rounds = plan.rounds
         for name, flags in changes.items():
             out = str(folder_of(plan.out, name, label))
-            compare = args.compare and name == label  # a baseline that is resumed has no baselines
-            flags = {**flags, "rounds": rounds, "name": name, "out": out, "compare": compare}
-            run = federate(changed(plan, **flags))
+            own = changed(plan, **flags, rounds=rounds, name=name, out=out)
+            own.compare = args.compare and name == label  # a resumed baseline has no baselines
+            run = federate(own)
             runs[name].append(run)
             rounds = run.t  # a baseline stops when the method has stopped
         left = (time.monotonic() - began) / (i + 1) * (len(plans) - i - 1)
@@ -105,7 +105,7 @@ def run_all(args, federate, changes, plans, prediction, shows_in) -> Runs:
     for of_name in runs.values():
         describe(of_name[0])
     print(f"Metrics, models and pictures are in {args.out}")
-    if prediction and args.is_example and len(runs) > 1:
+    if args.is_example and len(runs) > 1:
         verdict(runs, prediction, shows_in)
     return runs
 

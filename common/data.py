@@ -114,7 +114,7 @@ def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
     if len(angles) > min(n, len(different)):
         raise UserError(f"--rotate: {n} images for {angles}; name each angle once, and fewer")
     g = torch.Generator().manual_seed(seed)
-    x, domain = data.x.clone(), torch.zeros_like(data.y)
+    x, domain = data.x.clone(), torch.full_like(data.y, -1)
     for part in (data.train, data.test):
         mixed = part[torch.randperm(len(part), generator=g)]
         for d, positions in enumerate(mixed.tensor_split(len(angles))):

@@ -27,7 +27,7 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if ranks.COUNT > 1 and name == "cuda":
-        name = f"cuda:{ranks.RANK % torch.cuda.device_count()}"
+        name = f"cuda:{ranks.RANK % max(1, torch.cuda.device_count())}"
     try:
         device = torch.ones(1, device=name).device  # cuda becomes cuda:0
     except (RuntimeError, AssertionError) as e:
@@ -41,6 +41,7 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.deterministic = True  # a resumed run must end with the same bytes
+        torch.backends.cudnn.allow_tf32 = False  # float32 means float32
     return device
 
 

@@ -93,7 +93,7 @@ def add_shared_flags(parser: Parser) -> None:
     add("--participating", type=whole,
         help="M, clients that may train (default: 40 percent, or all)")
     add("--sample", type=whole,
-        help="K, clients per round (default: M / 4, one per domain, or all silos)")
+        help="K, clients per round (default: M / 4, one per domain, all silos, or all vertices)")
     add("--silos", type=at_least(0), nargs="+", metavar="N", help="silos of each domain")
     add("--silo-size", type=whole, default=2000, help="training samples of each silo")
 
@@ -174,10 +174,7 @@ def parse(
     sources = [Path(file), *sorted(Path(__file__).parent.glob("*.py"))]
     args.code = hashlib.sha1(b"".join(source.read_bytes() for source in sources)).hexdigest()
     if first.resume:
-        for flag in typed - {*FREE}:
-            if getattr(args, flag, None) != defaults.get(flag):
-                shown = f"--{flag.replace('_', '-')}"
-                raise UserError(f"{first.resume} was run with another {shown}: leave {shown} out")
+        refuse_changes(args, typed, defaults)
         args.out = str(Path(first.resume))  # without a last /
         return args
 
@@ -203,6 +200,14 @@ def defaults_for(dataset: str, small_run: bool, settings: dict, small: dict) -> 
     if small_run and kind in data.DRAWN:
         raise UserError(f"--small: {kind} is small already; leave it out")
     return {**defaults, **small.get(kind, small["other"])} if small_run else defaults
+
+
+def refuse_changes(args: argparse.Namespace, typed: set[str], saved: dict) -> None:
+    """Raises UserError if a flag that was typed differs from that of the run to resume."""
+    for flag in typed - {*FREE}:
+        if getattr(args, flag, None) != saved.get(flag):
+            shown = f"--{flag.replace('_', '-')}"
+            raise UserError(f"{args.resume} was run with another {shown}: leave {shown} out")
 
 
 def saved_flags(folder: str, method: str) -> dict:

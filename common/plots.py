@@ -67,7 +67,7 @@ def curves(file: Path, runs: Mapping[str, Sequence[Rows]], chance: float | None 
     """Columns of metrics.csv against rounds: each label's mean over its runs, and a band over all.
 
     runs    label -> the rows of each of its runs
-    chance  the accuracy of a constant answer: a grey line
+    chance  1 / classes: a grey line
 
     A vertical line stands where an iteration of UEFL ends in the first run.
     """
@@ -140,7 +140,7 @@ def samples(file: Path, data: Dataset, count: int = 10) -> None:
 def heat(
     axes: Axes, values: Tensor, colours: str, label: str = "", top: float | None = None
 ) -> None:
-    """A matrix as coloured squares, from 0 to `top`, with a scale beside it."""
+    """A matrix as coloured squares, with a scale beside it that ends at `top`."""
     image = axes.imshow(
         values.numpy(), aspect="auto", cmap=colours, interpolation="nearest", vmax=top
     )

@@ -1,9 +1,10 @@
 """Several processes that work on one run, called ranks: `--processes N`, or torchrun.
 
-Every rank runs the whole program. The ranks share the training and the evaluation, exchange the
-results, and then all compute the same server step. Only the first rank writes files and prints.
-Each rank computes with one thread, so a result depends neither on the number of ranks nor on the
-number of cores.
+With --processes, the program forks the ranks after it has loaded the data (start), and with
+torchrun each rank is a program of its own. All of them go through all rounds. They share the
+training and the evaluation, exchange the results, and then all compute the same server step. Only
+the first rank writes files and prints. Each rank computes with one thread, so a result depends
+neither on the number of ranks nor on the number of cores.
 """
 
 import logging
@@ -173,13 +174,6 @@ def share_out(sizes: Sequence[int]) -> list[int]:
     return mine
 
 
-def sum_over(values: Tensor) -> Tensor:
-    """The sum of the ranks' tensors, in place."""
-    if COUNT > 1:
-        dist.all_reduce(values)
-    return values
-
-
 def gather(rows: dict[int, Tensor], count: int, device: torch.device) -> Tensor:
     """The rows 0 .. count-1, vectors of n numbers of which each rank has some: [count, n]."""
     if COUNT == 1:
@@ -189,4 +183,5 @@ def gather(rows: dict[int, Tensor], count: int, device: torch.device) -> Tensor:
     table = torch.zeros(count, int(size), device=device)
     for i, row in rows.items():
         table[i] = row
-    return sum_over(table)
+    dist.all_reduce(table)  # the sum: one rank has each row, the others have zeros
+    return table

@@ -29,11 +29,10 @@ class Run:
     t     the last finished round; within a round, that round
     due   whether the accuracies of this round are to be measured
 
-    Raises UserError if the folder is taken, or if its checkpoint belongs to other flags, data or
-    code.
+    Raises UserError if the checkpoint in the folder belongs to other flags, data or code.
     """
 
-    def __init__(self, args: Namespace, data: Dataset, clients: Clients):
+    def __init__(self, args: Namespace, data: Dataset, clients: Clients, device: torch.device):
         self.args, self.data, self.clients, self.folder = args, data, clients, Path(args.out)
         self.kept, self.rows, self.t, self.due = {}, [], 0, False
         ours = (*FREE, "out", "name", "code", "is_example", "every")
@@ -43,14 +42,14 @@ class Run:
         self.saved_at = -SAVE_EVERY  # so that the first round is saved at once
         self.bar, self.estimated = None, False
         if args.resume and (self.folder / "checkpoint.pt").exists():
-            self._restore(self.folder / "checkpoint.pt")
+            self._restore(self.folder / "checkpoint.pt", device)
         self.begins_at = self.t
         ranks.agree({**self.facts, "round": self.t, "seeds": vars(args).get("every")})
 
-    def _restore(self, file: Path) -> None:
+    def _restore(self, file: Path, device: torch.device) -> None:
         """Takes up what the checkpoint in this file holds."""
         try:
-            found = torch.load(file, weights_only=True, map_location="cpu")
+            found = torch.load(file, weights_only=True, map_location=device)
         except Exception as e:  # torch raises many types for a file that is damaged
             raise UserError(f"{file} cannot be read ({type(e).__name__}): start a new run") from e
         for what, fact in self.facts.items():
@@ -155,15 +154,16 @@ class Run:
                 raise OSError(f"{self.folder / name} cannot be written ({first_line(e)})") from e
             part.replace(self.folder / name)
 
-    def mean_of_last(self, column: str, count: int = 5) -> float | None:
-        """The mean of this column over the last `count` evaluations; None if there is none."""
-        found = [row[column] for row in self.rows if row.get(column) is not None][-count:]
+    def mean_of_last(self, column: str) -> float | None:
+        """The mean of this column over the last five evaluations; None if there is none."""
+        found = [row[column] for row in self.rows if row.get(column) is not None][-5:]
         return sum(found) / len(found) if found else None
 
 
 def check_free(folder: Path) -> None:
     """Raises UserError if this folder holds something, so that no run overwrites another one."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    holds = {file.name for file in folder.iterdir()} if folder.is_dir() else {folder.name}
+    if folder.exists() and holds - {"args.json"}:  # flags alone: the first run never began
         raise UserError(
             f"{folder} is taken: choose another --out, or continue the run in it with --resume"
         )

@@ -1,4 +1,4 @@
-"""From flags to what a method works with: data, clients, model, trainer and run."""
+"""From flags to what a method works with: clients, model, trainer and run."""
 
 from argparse import Namespace
 
@@ -31,7 +31,7 @@ def assemble(args: Namespace, **options) -> tuple[data.Dataset, splits.Clients, 
 
 
 def prepare(args: Namespace, **options):
-    """What a method works with: data, clients, model, trainer and run, on this rank and its device.
+    """What a method works with: clients, model, trainer and run, on this rank and its device.
 
     options  of models.build
     """
@@ -41,8 +41,6 @@ def prepare(args: Namespace, **options):
     ranks.connect(device)
     precision = devices.pick_precision(args.precision, device)
     args = Namespace(**{**vars(args), "precision": precision})
-    run = Run(args, dataset, clients)
-    for name, value in run.kept.items():
-        run.kept[name] = value.to(device) if isinstance(value, torch.Tensor) else value
+    run = Run(args, dataset, clients, device)
     trainer = Trainer(dataset, clients, device, args, run.progress)
-    return dataset, clients, model.to(device, memory_format=torch.channels_last), trainer, run
+    return clients, model.to(device, memory_format=torch.channels_last), trainer, run

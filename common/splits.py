@@ -221,6 +221,15 @@ def pools(data: Dataset, args: Namespace) -> tuple[Tensor, Tensor]:
     return pool, torch.nonzero(left_out).flatten()
 
 
+def silo_tests(data: Dataset, domains: Tensor, per_domain: list[int], rng) -> list[Tensor]:
+    """Test samples for each silo, from the standard test set: equally many of the silo's domain."""
+    pool = data.test[torch.isin(data.domain[data.test], domains)]
+    domain = data.domain[pool]
+    numbers = zip(domains, per_domain, strict=True)
+    size = min(int((domain == d).sum()) // k for d, k in numbers if k)
+    return [pool[samples] for samples in silos(domain, per_domain, size, rng)]
+
+
 def divide(data: Dataset, pool: Tensor, args: Namespace) -> tuple[list[Tensor], list[Tensor], list]:
     """Each client's training and test samples, and what it has in common with others, or ""."""
     rng, partition = random_at(args.seed, "split"), args.partition
@@ -239,16 +248,12 @@ def divide(data: Dataset, pool: Tensor, args: Namespace) -> tuple[list[Tensor], 
     elif partition == "silos":
         if args.silos is None:
             raise UserError("--partition silos needs --silos: the number of silos of each domain")
-        domain, test_domain = data.domain[pool], data.domain[data.test]
+        domain = data.domain[pool]
         size = args.silo_size if len(data.test) else round(args.silo_size / (1 - HELD_OUT))
         parts = silos(domain, args.silos, size, rng)
         groups = [data.domains[domain[samples[0]]] for samples in parts]
-        if len(data.test):  # then the silos' test samples come from there, equally many for each
-            test_pool = data.test[torch.isin(test_domain, domain)]
-            there = zip(domain.unique(), args.silos, strict=True)
-            size = min(int((test_domain == d).sum()) // k for d, k in there if k)
-            tests = silos(data.domain[test_pool], args.silos, size, rng)
-            test = [test_pool[samples] for samples in tests]
+        if len(data.test):
+            test = silo_tests(data, domain.unique(), args.silos, rng)
     else:
         wanted = wanted_classes(partition, len(data.classes), count)
         parts = of_classes(data.y[pool], wanted, len(pool) // (2 * count), rng)

@@ -121,25 +121,25 @@ class Trainer:
         losses [K']. Raises UserError if no client is left.
         """
 
-        def work(k: int, share: float, **own) -> Tensor:
+        def work(k: int, share: float) -> Tensor:
             model.train()
-            batches = self._batches(k, t, share)
-            optimizer = self._optimizer(model)
+            batches, optimizer = self._batches(k, t, share), self._optimizer(model)
+            own = {name: values[k] for name, values in each.items()}
             loss = client_update(model, theta, batches, optimizer, self.autocast, **own, **options)
             return torch.cat([get_weights(model), loss.reshape(1)])
 
-        rows = self._for_each(selected, self.clients.train, work, "dropout", t, each)
+        rows = self._for_each(selected, self.clients.train, work, "dropout", t)
         finite = torch.isfinite(rows.sum(1))
         if not finite.any():
             raise UserError(f"training diverged in round {t}: lower --lr")
-        if finite.all():
-            return selected, rows[:, :-1], rows[:, -1]
-        trained, rows = selected[finite.cpu()], rows[finite]
-        left_out = len(selected) - len(trained)
-        if ranks.RANK == 0:
-            text = f"round {t}: {left_out} of {len(selected)} uploads were not finite: left out"
-            tqdm.write(text, file=sys.stderr)
-        return trained, rows[:, :-1], rows[:, -1]
+        if not finite.all():
+            if ranks.RANK == 0:
+                text = (
+                    f"{int((~finite).sum())} of {len(selected)} uploads were not finite: left out"
+                )
+                tqdm.write(f"round {t}: {text}", file=sys.stderr)
+            selected, rows = selected[finite.cpu()], rows[finite]
+        return selected, rows[:, :-1], rows[:, -1]
 
     def map(
         self,
@@ -162,25 +162,25 @@ class Trainer:
         """
         set_weights(model, theta)
 
-        def work(k: int, share: float, **own) -> Tensor:
+        def work(k: int, share: float) -> Tensor:
             batches = (self.batch(part) for part in samples[k].to(self.device).split(self.chunk))
+            own = {name: values[k] for name, values in each.items()}
             return function(model.eval(), batches, self.autocast, **own, **options)
 
-        rows = self._for_each(ids, samples, work, "evaluation", t, each)
+        rows = self._for_each(ids, samples, work, "evaluation", t)
         if not rows.isfinite().all():
             raise UserError("training diverged, the model's results are not finite: lower --lr")
         return rows
 
-    def _for_each(self, ids: Tensor, samples: Sequence[Tensor], work, purpose: str, t: int, each):
-        """Calls work(client, its share of this rank's samples, ...) on one of the ranks: [K, n]."""
+    def _for_each(self, ids: Tensor, samples: Sequence[Tensor], work, purpose: str, t: int):
+        """Calls work(client, its share of this rank's samples) on one of the ranks: [K, n]."""
         sizes = [len(samples[k]) for k in ids]
         mine = ranks.share_out(sizes)
         total, rows = sum(sizes[i] for i in mine), {}
         for i in mine:
             k = int(ids[i])
-            own = {name: values[k] for name, values in each.items()}
             with seeded(self.device, self.args.seed, purpose, t, k):
-                rows[i] = work(k, sizes[i] / total, **own)
+                rows[i] = work(k, sizes[i] / total)
         return ranks.gather(rows, len(ids), self.device)
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

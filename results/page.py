@@ -6,21 +6,11 @@ The words of README's table come from the intervals.
 from pathlib import Path
 
 import numpy as np
-from scipy.stats import ttest_1samp
 
 from common import plots
 from common.compare import interval
 from results import tables
 from results.tables import RESULTS, Comparison, around, first_half, pm, show, spread, with_interval
-
-WORDS = {"mE": ("fall", "rise", "lower", "higher")}
-
-
-def holm(p: list[float]) -> np.ndarray:
-    """Holm's correction: the smallest p times their number, the next times one less, and so on."""
-    order = np.argsort(p)
-    corrected = np.sort(p) * np.arange(len(p), 0, -1)
-    return np.maximum.accumulate(corrected).clip(max=1)[order.argsort()]
 
 
 def size(value: float, column: str) -> str:
@@ -30,15 +20,15 @@ def size(value: float, column: str) -> str:
 
 
 def bounds(c: Comparison, difference: np.ndarray) -> str:
-    """An interval in words: where the difference is, or how large a gain or a loss can be."""
+    """The 95 % interval of these differences in words."""
+    better, worse = ("lower", "higher") if c.column == "mE" else ("better", "worse")
     _, low, high = interval(-difference if c.column == "mE" else difference)
-    gain, loss, better, worse = WORDS.get(c.column, ("gain", "loss", "better", "worse"))
     least, most = size(low, c.column), size(high, c.column)
     if low > 0:
         return f"{least} to {most} {better}"
     if high < 0:
         return f"{most} to {least} {worse}"
-    return f"no {gain} above {most} and no {loss} above {least}"
+    return f"{least} {worse} to {most} {better}"
 
 
 def against_paper(c: Comparison, difference: np.ndarray) -> str:
@@ -46,27 +36,21 @@ def against_paper(c: Comparison, difference: np.ndarray) -> str:
     _, low, high = interval(difference)
     if c.welch(difference) < 0.05:
         return "the paper's is excluded"
-    return (
-        "the paper's fits"
-        if low < c.effect < high
-        else "the paper's is outside, but its spread allows it"
-    )
+    return "both none and the paper's are possible" if low < 0 < high else "the paper's is possible"
 
 
-def ruled_out(c: Comparison) -> str:
-    """The answer of a row in words."""
-    end, early = c.difference(), c.difference(first_half)
-    words = f"At the end {bounds(c, end)}"
-    if early.mean() > end.mean() and interval(early)[1] > 0 and c.column != "mE":
-        words += f", but {bounds(c, early)} in the first half of the rounds"
+def answers(c: Comparison) -> list[str]:
+    """A row of README's table: early, at the end, and at the paper's level."""
+    end = c.difference()
+    cells = [bounds(c, c.difference(first_half)), bounds(c, end), ""]
     if c.paper:
         no_room = c.column != "mE" and c.sides()[1].mean() + c.effect > 100
-        words += "; " + ("the paper's would be above 100 %" if no_room else against_paper(c, end))
+        cells[1] += "; "
+        cells[1] += "the paper's would be above 100 %" if no_room else against_paper(c, end)
     if level := c.level():
         there = c.difference(around(level))
-        words += f". In round {level}, when the baseline first has the paper's"
-        words += f" {spread(c.paper_baseline)[0]:g}: {bounds(c, there)}; {against_paper(c, there)}"
-    return words + "."
+        cells[2] = f"round {level}: {bounds(c, there)}; {against_paper(c, there)}"
+    return [c.label, effect(c), *cells]
 
 
 def effect(c: Comparison) -> str:
@@ -74,24 +58,12 @@ def effect(c: Comparison) -> str:
 
 
 def at_level(c: Comparison) -> str:
-    """The second measure, p of the paper's effect, and the round."""
+    """The second measure, p of the paper's effect, the round, and the baseline there."""
     if not (level := c.level()):
         return ""
     there = c.difference(around(level))
-    return f"{with_interval(there, c.column)}, p {c.welch(there):.3f}, round {level}"
-
-
-def tests(rows: list[Comparison]) -> list[list[str]]:
-    """What the answers of the eight rows rest on."""
-    zero = [ttest_1samp(c.difference(), 0).pvalue for c in rows]
-    paper = [c.welch(c.difference()) if c.paper else 1 for c in rows]
-    lines = [
-        ["", "p of zero, with Holm's correction", "p of the paper's effect, with it", "we expected"]
-    ]
-    for c, *p in zip(rows, zero, holm(zero), paper, holm(paper), strict=True):
-        texts = ["{:.3f}, {:.3f}".format(*two) for two in (p[:2], p[2:])]
-        lines.append([c.label, texts[0], texts[1] if c.paper else "", c.expected])
-    return lines
+    baseline = show(c.sides(around(level))[1].mean(), c.column)
+    return f"{with_interval(there, c.column)}, p {c.welch(there):.3f}, round {level} ({baseline})"
 
 
 def table(rows: list[Comparison]) -> list[list[str]]:
@@ -104,7 +76,8 @@ def table(rows: list[Comparison]) -> list[list[str]]:
             both = ["", ""]
             difference = "{:.2f} ({:.2f} to {:.2f}) times".format(*np.exp(interval(c.difference())))
         seeds = f"{len(c.common)}" + f": {c.seeds}" * bool(c.seeds)
-        lines.append([c.label, *both, difference, seeds, effect(c), at_level(c)])
+        paper = f"{effect(c)}, p {c.welch(c.difference()):.3f}" if c.paper else ""
+        lines.append([c.label, *both, difference, seeds, paper, at_level(c)])
     kept = [column for column in zip(*lines, strict=True) if any(column[1:])]
     return [list(line) for line in zip(*kept, strict=True)]
 
@@ -139,10 +112,10 @@ def main() -> None:
     blocks = tables.comparisons("results", runs)
     rows = blocks["main"]
     of_page = {name: table(of_block) for name, of_block in blocks.items()}
-    tables.build(RESULTS / "README.md", of_page | {"tests": tests(rows)})
-    words = [[c.label, effect(c), ruled_out(c)] for c in rows]
-    header = ["", "the paper", "our runs, with 95 % confidence"]
-    tables.build(RESULTS / "../README.md", {"eight-rows": [header, *words]})
+    tables.build(RESULTS / "README.md", of_page)
+    header = ["", "the paper", "first half of the rounds", "the end", "at the paper's level"]
+    of_readme = [header, *(answers(c) for c in rows)]
+    tables.build(RESULTS / "../README.md", {"eight-rows": of_readme})
     draw(RESULTS / "uefl.png", rows[:2], 2)
     spreads = [c for c in blocks["fediir"] if c.measure]
     draw(RESULTS / "fediir.png", [rows[2], *spreads], 2)

@@ -90,7 +90,6 @@ class Comparison:
     measure           "" for the last five evaluations, "all" for all of them, "ratio" for the ratio
                       of the means over all of them
     paper, paper_baseline  what the paper reports, as "42.9 ± 1.1"
-    expected          what we expected before the runs
     """
 
     page: str
@@ -103,7 +102,6 @@ class Comparison:
     measure: str
     paper: str
     paper_baseline: str
-    expected: str
 
     def load(self, runs: dict) -> None:
         """Finds the runs: self.found[side][experiment] is seed -> series."""
@@ -147,16 +145,19 @@ class Comparison:
         return spread(self.paper)[0] - spread(self.paper_baseline)[0]
 
     def level(self) -> int | None:
-        """The round in which the baseline's mean first reaches what the paper's baseline has.
+        """The first round around which the baseline's mean reaches what the paper's baseline has.
 
-        None if it never does, or if its first evaluation is beyond.
+        None if it never does, or if it is then beyond by more than 2 points, or 0.02 nats.
         """
-        if not self.paper or not self.curves()[0]:
+        rounds, _ = self.curves()
+        if not self.paper or not rounds:
             return None
-        rounds, values = self.curves()
-        beyond = values[:, 1].mean(1) - spread(self.paper_baseline)[0]
-        reached = (-beyond if self.column == "mE" else beyond) >= 0
-        return rounds[reached.argmax()] if reached.any() and not reached[0] else None
+        baseline = np.array([self.sides(around(t))[1].mean() for t in rounds])
+        beyond = baseline - spread(self.paper_baseline)[0]
+        if self.column == "mE":  # which falls
+            beyond = -100 * beyond
+        reached = np.flatnonzero(beyond >= 0)
+        return rounds[reached[0]] if len(reached) and beyond[reached[0]] < 2 else None
 
     def welch(self, difference: np.ndarray, count: int = 3) -> float:
         """p of Welch's test: these differences [n] and the paper's have the same mean.
