@@ -34,8 +34,8 @@ Where the paper is silent or unclear, or we differ (choices 1 and 2 change the r
    one point.
 4. Interior (table 1) trains as many non-vertices as the hull has vertices, or all of them if there
    are fewer. A control is ours: as many clients as there are vertices, drawn from all (random).
-5. For alpha_i, models, ID and the baselines see minimax_select.py; docs/variations/ has diffs that
-   change both files.
+5. For alpha_i, the uploads of line 1, models, LocalSolver, ID and the baselines see
+   minimax_select.py; docs/variations/ has diffs that change both files.
 
     python convex_hull_select.py
     python convex_hull_select.py --dataset cifar10

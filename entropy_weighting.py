@@ -15,15 +15,18 @@ y.
      4  in each round, selected clients train; g_i = w - w_i             federate, local_solver
      5  w <- w - sum over the selected clients of alpha_i g_i, with      federate
         the alpha_i divided by their sum (see 1 below)
-     6  the objective that this raises: the sum of alpha_i H_i  (13)     federate, `objective`
+     6  the objective that this raises: the sum of alpha_i H_i  (13),    federate, `objective`
+        here over the clients of the round
 
 Where the paper is silent
 1. Each round draws --sample clients at random, and the weights of these clients are divided by
    their sum.
 2. H_i is the entropy of a client's training labels, in nats. Wrong labels are counted, too, because
    no client knows them; they usually raise H_i.
-3. The paper says only "a CNN". Ours is the CNN of McMahan et al. ResNet-18 has group norm
-   (common/models.py).
+3. The paper says only "a CNN". Ours is the CNN of McMahan et al. ResNet-18 has group norm and a
+   hidden layer before the classifier (common/models.py). The local solver is client_update of
+   fedavg.py. With --partition dirichlet each class has a draw of its own, and a client with fewer
+   than ten samples gets some of the largest client's, which raises its entropy.
 4. ID: the paper tests on the local test sets of the selected clients (`id_selected` in
    metrics.csv), while our ID uses those of all participating clients. A local test set is a fifth
    of a client's samples (a tenth with --partition domain).
@@ -82,7 +85,7 @@ def federate(args) -> runs.Run:
     """Section IV-A with these flags."""
     clients, model, trainer, run = prepare(args)
     counts = splits.label_counts(run.data, clients.train)[: clients.participating]
-    entropies = label_entropy(counts)  # lines 1, 2: all that the server learns of the labels
+    entropies = label_entropy(counts)  # lines 1, 2: really, each client counts and uploads its own
     sizes = counts.sum(1)
     alphas = {
         "entropy": entropy_weights(counts),  # line 3
@@ -96,7 +99,7 @@ def federate(args) -> runs.Run:
         trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)
         g = w - ws  # line 4
         alpha = alphas[args.weighting][trained]
-        alpha = alpha / alpha.sum()
+        alpha = alpha / alpha.sum()  # line 5
         objective = alpha.double() @ entropies[trained]  # line 6
         alpha = alpha.to(g)
         w = w - alpha @ g  # line 5

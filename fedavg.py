@@ -134,8 +134,8 @@ def own_flags(add) -> None:
 
 def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
-    label, baselines = args.selection, {}
-    if args.partition == "dirichlet":
+    label, baselines = args.selection, {"random": {"selection": "random"}}
+    if args.selection == "random" and args.partition == "dirichlet":
         label = f"alpha {args.dirichlet}"
         baselines = {"alpha 1.0": {"dirichlet": 1.0}, "alpha 100.0": {"dirichlet": 100.0}}
     prediction = (

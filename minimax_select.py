@@ -17,9 +17,10 @@ nobody else can stand in for them.
      9      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                federate
         (section IV-B: the table keeps g_t^i for i in I_t)               federate
 
-Algorithm 1 is MinimaxSim. Its lines 2 to 9 compute S*_i = max over j != i of cos(g^i, g^j):
-largest_similarity. Its lines 10 to 16 take the clients with the smallest S*_i: minimax_clients.
-Line 3 of Algorithm 2 is convex_hull_select.py; lines 8 and 10 only end a loop.
+Algorithm 1 is MinimaxSim. Its lines 2 to 5 compare the rows of the table, which the paper calls
+g_s^i: cosines. Lines 6 to 9 look up S*_i = max over j != i of cos(g^i, g^j): largest_similarity.
+Lines 10 to 16 take the clients with the smallest S*_i: minimax_clients. Line 3 of Algorithm 2 is
+convex_hull_select.py; lines 8 and 10 only end a loop.
 
 Where the paper is silent or unclear
 1. K is --sample. The loop in Algorithm 1, `while |I| <= K`, ends with K + 1 clients; we follow
@@ -27,8 +28,11 @@ Where the paper is silent or unclear
    smallest S*_i. Two clients that are each other's most similar client have the same S*_i; if only
    one can be selected, it is the one with the smaller id.
 2. alpha_i: the theory uses 1/K, and the experiments do not say. The default is --weighting equal.
-3. A client whose update in the table is zero, or whose first update is not finite, is not selected.
-4. "A CNN" is that of McMahan et al. ResNet-18 has group norm (common/models.py).
+3. The uploads of line 1 fill the table, and do not move the model. A client whose update in the
+   table is zero, or whose first update is not finite, is not selected.
+4. "A CNN" is that of McMahan et al. ResNet-18 has group norm and a hidden layer before the
+   classifier (common/models.py). In models with batch norm, g contains its statistics, too.
+   LocalSolver is client_update of fedavg.py: SGD without momentum on the cross-entropy.
 5. ID: the paper tests on the local test sets of the selected clients (`id_selected` in
    metrics.csv), while our ID uses those of all participating clients. A local test set is a fifth
    of the client's samples (a tenth with --partition domain).
@@ -141,8 +145,7 @@ def federate(args) -> runs.Run:
 PAPER = {"local_epochs": 5, "batch_size": 128, "lr": 0.1, "rounds": 200}
 RESNET = {"model": "resnet18", "local_epochs": 3, "batch_size": 16, "lr": 0.01, "rounds": 200}
 RARE = {
-    "partition": "rare", "clients": 40, "sample": 10, "width": 0.25, "batch_size": 64, "lr": 0.2,
-    "rounds": 50,
+    "partition": "rare", "clients": 40, "width": 0.25, "batch_size": 64, "lr": 0.2, "rounds": 50,
 }  # fmt: skip
 SETTINGS = {
     "glyphs": {**PAPER, **RARE},

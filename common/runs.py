@@ -62,7 +62,7 @@ class Run:
     def rounds(self, until: int) -> Iterator[int]:
         """The rounds from the first one that is not finished to `until`."""
         self._open()
-        self.bar.total = until
+        self.bar.total, self.began = until, time.monotonic()  # training before round 1 is no round
         while self.t < until:
             self.t += 1
             self.bar.set_description(f"{self.args.name} round {self.t}/{until}", refresh=False)

@@ -11,139 +11,116 @@ needs a variation, it runs in a copy of the code with docs/variations/NAME.diff.
 """
 
 import argparse
-import csv
 import json
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from common import UserError, ranks
-from results.tables import RESULTS, read
+from results.tables import RESULTS, read, read_csv
 
 ROOT = RESULTS.parent
+EXPERIMENTS = {row["experiment"]: row for row in read_csv(RESULTS / "experiments.csv")}
 
 
-def code_of(variation: str, folder: Path) -> Path:
-    """The folder of the code: this one, or a copy with this variation."""
-    if not variation:
-        return ROOT
-    copy = folder / f"code-{variation}"
-    if not copy.exists():
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "data", "results"))
-        diff = ROOT / f"docs/variations/{variation}.diff"
-        alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder)}  # not in this repository
-        subprocess.run(["git", "apply", diff], cwd=copy, env=alone, check=True)
-    return copy
+def csv_of(name):
+    """The CSV of an experiment, which the first word of its name names."""
+    return RESULTS / f"{name.split('/')[0]}.csv"
 
 
-def run(folder: Path, name: str, seed: str, variation: str, command: str) -> None:
-    """Runs an experiment with this seed, or continues it."""
+def run(folder, name, seed):
+    """Runs an experiment with this seed in a copy of the code, or continues it."""
+    variation, command = EXPERIMENTS[name]["variation"], EXPERIMENTS[name]["command"]
     out = folder / name / seed
     out.mkdir(parents=True, exist_ok=True)
     words = [*command.split(), "--seed", seed, "--out", out]
     if (out / "args.json").exists():
         words = [words[0], "--resume", out]
     words = [sys.executable, *words, "--processes", "1", "--data-dir", ROOT / "data"]
-    with (out.parent / f"{seed}.log").open("a") as log:
-        where = code_of(variation, folder)
-        code = subprocess.run(words, cwd=where, stdout=log, stderr=log).returncode
-    (out / "exit").write_text(str(code))
-    if code:
-        print(f"{name}, seed {seed}: failed, see {out}.log", flush=True)
+    with TemporaryDirectory() as code, (out.parent / f"{seed}.log").open("a") as log:
+        not_code = shutil.ignore_patterns(".*", "runs", "data", "results")
+        shutil.copytree(ROOT, code, ignore=not_code, dirs_exist_ok=True)
+        if variation:
+            diff = ROOT / f"docs/variations/{variation}.diff"
+            subprocess.run(["git", "apply", diff], cwd=code, check=True)
+        exit_code = subprocess.run(words, cwd=code, stdout=log, stderr=log).returncode
+    (out / "exit").write_text(str(exit_code))
+    if exit_code:
+        print(f"{name}, seed {seed}: failed, try {command} --seed {seed}", flush=True)
 
 
-def lines(name: str, seed: str, out: Path, columns: list[str]) -> list[list[str]]:
-    """The lines of a run in a CSV with these columns. A round that has none of them has no line."""
+def lines(label, seed, out, columns):
+    """The lines of the run in the folder `out`: a list of cells for each round that has some."""
     about = json.loads((out / "args.json").read_text())
-    first = [name, seed, about["flags"]["code"][:7], about["torch"]]
+    first = [label, seed, about["flags"]["code"][:7], about["torch"]]
     found, so_far = [], set()
-    with (out / "metrics.csv").open() as f:
-        for row in csv.DictReader(f):
-            selected = row["selected"].split()
-            so_far.update(selected)
-            row |= {"clients": len(selected), "clients_so_far": len(so_far)}
-            cells = [str(row.get(column, "")) for column in columns[5:]]
-            if any(cells):
-                found.append([*first, row["round"], *cells])
-                first = [""] * 4
+    for row in read_csv(out / "metrics.csv"):
+        selected = row["selected"].split()
+        so_far.update(selected)
+        row |= {"clients": str(len(selected)), "clients_so_far": str(len(so_far))}
+        cells = [row.get(column, "") for column in columns[5:]]
+        if any(cells):
+            found.append([*first, row["round"], *cells])
+            first = [""] * 4
     return found
 
 
-def compare(folder: Path, name: str, seed: str) -> dict[str, tuple[list, list]]:
-    """The lines of an experiment and its baselines, if all have finished: name -> recorded, new."""
-    file = RESULTS / f"{name.split('/')[0]}.csv"
-    recorded, out = read(file), folder / name / seed
-    columns = file.read_text().split("\n")[0].split(",")
-    found = {}
-    if (out / "exit").exists() and int((out / "exit").read_text()) == 0:
-        for one in [out, *sorted(out.parent.glob(f"{seed}-*"))]:
-            label = name + one.name.removeprefix(seed)
-            then = recorded.get(label, {}).get(int(seed), [])
-            found[label] = [list(row.values()) for row in then], lines(label, seed, one, columns)
-    return found
+def record(folder, name, seed):
+    """Adds what is new of a finished experiment and its baselines to their CSV: all or nothing.
 
-
-def record(folder: Path, name: str, seed: str) -> None:
-    """Adds the finished runs of an experiment to their CSV: all that are new, or none."""
-    file = RESULTS / f"{name.split('/')[0]}.csv"
-    text = file.read_text()
-    for label, (then, now) in compare(folder, name, seed).items():
-        if not then:
+    What was recorded before is compared. Returns whether all of it repeats.
+    """
+    file, out = csv_of(name), folder / name / seed
+    if not (out / "exit").exists() or (out / "exit").read_text() != "0":
+        return False
+    recorded, text, same = read(file), file.read_text(), True
+    columns = text.split("\n")[0].split(",")
+    for one in [out, *sorted(out.parent.glob(f"{seed}-*"))]:
+        label, word = name + one.name.removeprefix(seed), "recorded"
+        now = lines(label, seed, one, columns)
+        if then := recorded.get(label, {}).get(int(seed)):
+            repeats = [[*line.values()][4:] for line in then] == [line[4:] for line in now]
+            word = "repeats" if repeats else "differs"
+            same &= repeats
+        else:
             text += "".join(",".join(line) + "\n" for line in now)
-            print(f"{label}, seed {seed}: recorded", flush=True)
+        print(f"{label}, seed {seed}: {word}", flush=True)
     part = file.with_suffix(".part")
     part.write_text(text)
     part.replace(file)
-
-
-def check(name: str, seed: str, variation: str, command: str) -> bool:
-    """Runs an experiment again, and prints whether it and its baselines repeat."""
-    with tempfile.TemporaryDirectory() as folder:
-        run(Path(folder), name, seed, variation, command)
-        found = compare(Path(folder), name, seed)
-    if not found:
-        raise UserError(f"{name} did not finish: try {command} --seed {seed}")
-    same = True
-    for label, (then, now) in found.items():
-        repeats = [line[4:] for line in then] == [line[4:] for line in now]
-        print(f"{label}, seed {seed}: {'repeats' if repeats else 'differs' if then else 'is new'}")
-        same &= repeats
     return same
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="BEGINNING", default=[""])
     parser.add_argument("--runs", type=Path, help="only record what has finished in this folder")
     parser.add_argument("--check", nargs=2, metavar=("NAME", "SEED"), help="run it again")
     args = parser.parse_args()
-    with (RESULTS / "experiments.csv").open() as f:
-        rows = {row["experiment"]: row for row in csv.DictReader(f)}
-    if args.check:
-        name, seed = args.check
-        if name not in rows or not seed.isdigit():
-            raise UserError(f"no experiment {name} with seed {seed}: see results/experiments.csv")
-        sys.exit(not check(name, seed, rows[name]["variation"], rows[name]["command"]))
-    for begin in args.names:
-        if not any(name.startswith(begin) for name in rows):
-            raise UserError(f"no experiment begins with {begin}: see results/experiments.csv")
-    folder = (args.runs or ROOT / "runs/experiments").resolve()
-    names = [name for name in rows if name.startswith(tuple(args.names))]
-    jobs = sorted((int(seed), name) for name in names for seed in rows[name]["seeds"].split())
+    jobs = []
+    for name, row in EXPERIMENTS.items():
+        recorded = read(csv_of(name)).get(name, {})
+        for seed in row["seeds"].split():
+            new = name.startswith(tuple(args.names)) and int(seed) not in recorded
+            if [name, seed] == args.check or (new and not args.check):
+                jobs.append((name, seed))
+    if not jobs:
+        raise UserError("there is no such experiment, or it is recorded: see experiments.csv")
+    jobs.sort(key=lambda job: int(job[1]))  # seed by seed
 
-    def work(job: tuple[int, str]) -> None:
-        seed, name = job
-        recorded = read(RESULTS / f"{name.split('/')[0]}.csv")
-        if not args.runs and seed not in recorded.get(name, {}):
-            run(folder, name, str(seed), rows[name]["variation"], rows[name]["command"])
+    with TemporaryDirectory() as again, ThreadPoolExecutor(2) as two:
+        folder = Path(again) if args.check else args.runs or ROOT / "runs/experiments"
 
-    with ThreadPoolExecutor(2) as two:
-        for (seed, name), _ in zip(jobs, two.map(work, jobs), strict=True):
-            record(folder, name, str(seed))
+        def work(job):
+            if not args.runs:
+                run(folder.resolve(), *job)
+            return job
+
+        same = [record(folder, *job) for job in two.map(work, jobs)]
+    sys.exit(not all(same))
 
 
 if __name__ == "__main__":

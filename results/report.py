@@ -8,7 +8,6 @@ compared with the first one, seed by seed. Accuracies are in percent. A run that
 is left out.
 """
 
-import csv
 import json
 import sys
 from pathlib import Path
@@ -16,79 +15,81 @@ from pathlib import Path
 import numpy as np
 
 from common import UserError, first_line, ranks
-from results.tables import last_five, pm, series, with_interval
+from results.tables import (
+    last_five,
+    pm,
+    read_csv,
+    series,
+    with_interval,
+    without_empty_columns,
+)
 
 COLUMNS = [
     "id_accuracy", "ood_accuracy", "rare_accuracy", "neutral_accuracy", "turned_accuracy",
     "mA", "mE", "train_loss",
 ]  # fmt: skip
 NOT_COMPARED = ("seed", "out", "resume", "device", "data_dir", "processes", "compare", "name")
-Runs = dict[int, list[dict]]  # seed -> rows of metrics.csv, with texts as cells
+Runs = dict[int, np.ndarray]  # seed -> means of the last five evaluations [columns], or nan
 
 
-def read(folder: Path) -> tuple[str, int, dict, list[dict]]:
-    """The run in this folder: its name, its seed, flags that its other seeds share, its rows."""
+def read(folder):
+    """The run in this folder: its name, its seed, flags that its other seeds share, its numbers."""
     try:
         flags = json.loads((folder / "args.json").read_text())["flags"]
         name, seed = flags["name"], int(flags["seed"])
-        with (folder / "metrics.csv").open() as f:
-            rows = list(csv.DictReader(f))
-        for column in COLUMNS:
-            series(rows, column)
+        rows = read_csv(folder / "metrics.csv")
+        found = [series(rows, column) for column in COLUMNS]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise UserError(f"{folder} is not the folder of a run ({first_line(e)})") from e
     if folder.name.endswith("-" + name.lower().replace(" ", "-")):
         flags.pop("rounds")  # a baseline has those of its method, which can depend on the seed
-    shared = {flag: flags[flag] for flag in sorted(flags) if flag not in NOT_COMPARED}
-    return f"{name} ({flags['method']})", seed, shared, rows
+    shared = [(flag, str(flags[flag])) for flag in sorted(flags) if flag not in NOT_COMPARED]
+    ends = [last_five(values) if values else np.nan for values in found]
+    return f"{name} ({flags['method']})", seed, shared, np.array(ends)
 
 
-def group(folders: list[Path]) -> dict[str, Runs]:
+def group(folders):
     """The finished runs, by their names and the flags in which runs of that name differ."""
-    found = []
+    found = {}
     for folder in dict.fromkeys(folder.resolve() for folder in folders):
-        name, seed, flags, rows = read(folder)
-        if any((name, seed, flags) == run[:3] for run in found):
+        name, seed, flags, ends = read(folder)
+        if not (folder / "model.pt").exists():
+            count = len(read_csv(folder / "metrics.csv"))
+            print(f"left out {folder}: not finished, {count} rounds so far", file=sys.stderr)
+            continue
+        runs = found.setdefault((name, *flags), {})
+        if seed in runs:
             print(f"left out {folder}: another run has the same flags and seed", file=sys.stderr)
-        elif not (folder / "model.pt").exists():
-            print(f"left out {folder}: not finished, {len(rows)} rounds so far", file=sys.stderr)
-        else:
-            found.append((name, seed, flags, rows))
-    named: dict[str, Runs] = {}
-    for name, seed, flags, rows in found:
-        others = [run[2] for run in found if run[0] == name]
-        words = [name]
-        for flag in flags:
-            if any(other.get(flag) != flags[flag] for other in others):
-                words.append(f"{flag}={str(flags[flag])[:12]}")
-        named.setdefault(" ".join(words), {})[seed] = rows
+        runs.setdefault(seed, ends)
+    named = {}
+    for (name, *flags), runs in found.items():
+        label = name
+        for flag, value in flags:
+            if any(name in other and (flag, value) not in other for other in found):
+                label += f" {flag}={value[:12]}"
+        named.setdefault(label, {}).update(runs)
     return named
 
 
-def table(named: dict[str, Runs]) -> list[list[str]]:
+def cells(show, runs):
+    """What `show` makes of the numbers of these runs, column by column."""
+    values = np.reshape(runs, (-1, len(COLUMNS))).T
+    return [show(of[~np.isnan(of)], column) for of, column in zip(values, COLUMNS, strict=True)]
+
+
+def table(named):
     """Means over the seeds, and the paired differences of the first row and each other one."""
-    ends = {}  # (name, column) -> seed -> number
-    for name, runs in named.items():
-        for column in COLUMNS:
-            found = {seed: series(runs[seed], column) for seed in sorted(runs)}
-            ends[name, column] = {
-                seed: last_five(values) for seed, values in found.items() if values
-            }
-    columns = [column for column in COLUMNS if any(ends[name, column] for name in named)]
-    means, differences = [["", "seeds", *columns]], []
-    first = next(iter(named))
-    for name, runs in named.items():
-        means.append([name, " ".join(map(str, sorted(runs)))])
-        differences.append([f"{first} minus {name}", ""])
-        for column in columns:
-            ours, theirs = ends[first, column], ends[name, column]
-            both = np.array([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
-            means[-1].append(pm(np.array(list(theirs.values())), column))
-            differences[-1].append(with_interval(both, column))
-    return means + differences[1:]
+    means, differences = [["", "seeds", *COLUMNS]], []
+    first, ours = next(iter(named.items()))
+    for name, theirs in named.items():
+        seeds = sorted(theirs)
+        means.append([name, " ".join(map(str, seeds)), *cells(pm, [theirs[s] for s in seeds])])
+        both = [ours[s] - theirs[s] for s in seeds if s in ours]
+        differences.append([f"{first} minus {name}", "", *cells(with_interval, both)])
+    return without_empty_columns(means + differences[1:])
 
 
-def main() -> None:
+def main():
     folders = []
     for word in sys.argv[1:]:
         below = sorted(file.parent for file in Path(word).rglob("metrics.csv"))

@@ -1,17 +1,20 @@
 """The recorded runs, the lines of comparisons.csv, and their numbers.
 
 A CSV of runs has a line per round, with some columns of metrics.csv. A run's first line also says
-which experiment and seed it is, which code made it, and with which version of torch.
+which experiment and seed it is, which code made it, and with which version of torch. Here a run is
+the list of its lines, each a dict of texts. Its *series* of a column is a dict: round -> number.
+A *measure* is a function that makes one number of a series.
 """
 
 import csv
+import fnmatch
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
+from scipy.stats import gmean
 from scipy.stats import t as student
 
 from common import UserError
@@ -19,66 +22,67 @@ from common.compare import interval
 
 RESULTS = Path(__file__).parent
 IN_PERCENT = ("accuracies", "rare_", "turned_", "id_", "ood_", "neutral_", "mA")
-Series = dict[int, float]  # round -> value of a column, for the rounds that have one
 
 
-def read(file: Path) -> dict[str, dict[int, list[dict]]]:
-    """The runs of a CSV: experiment -> seed -> rows, with texts as cells."""
-    runs = {}
+def read_csv(file):
     with file.open(encoding="utf-8") as f:
-        for row in csv.DictReader(f):
-            if row["experiment"]:
-                rows = runs.setdefault(row["experiment"], {}).setdefault(int(row["seed"]), [])
-            rows.append(row)
+        return list(csv.DictReader(f))
+
+
+def read(file):
+    """The runs of a CSV: experiment -> seed -> run."""
+    runs = {}
+    for line in read_csv(file):
+        if line["experiment"]:
+            run = []
+            runs.setdefault(line["experiment"], {})[int(line["seed"])] = run
+        run.append(line)
     return runs
 
 
-def series(rows: list[dict], column: str) -> Series:
+def series(run, column):
     """A column of a run over the rounds, accuracies in percent.
 
     accuracies[3:9]           the mean of these numbers of a list
     ood_accuracy@id_accuracy  only in the round in which the other column is largest
     """
-    name, _, best = column.partition("@")
-    name, *part = re.split(r"[\[:\]]", name)
+    column, _, other = column.partition("@")
+    name, *part = re.split(r"[\[:\]]", column)
     first, last = map(int, part[:2] or (0, 999))
-    scale = 100 if column.startswith(IN_PERCENT) else 1
-    cells = {int(row["round"]): np.array(row.get(name, "").split(), float) for row in rows}
-    found = {t: scale * cell[first:last].mean() for t, cell in cells.items() if len(cell)}
-    if best:
-        others = series(rows, best)
-        chosen = max(others, key=others.get)
-        found = {chosen: found[chosen]}
+    found = {}
+    for line in run:
+        numbers = np.array(line.get(name, "").split(), float)[first:last]
+        if len(numbers):
+            found[int(line["round"])] = numbers.mean() * (100 if in_percent(name) else 1)
+    if other:
+        others = series(run, other)
+        best = max(others, key=others.get)
+        found = {best: found[best]}
     return found
 
 
-def whole_run(values: Series) -> float:
-    return float(np.mean(list(values.values())))
+def around(level, count=5):
+    """The measure that is the mean of the `count` evaluations that are nearest to a round."""
 
-
-def last_five(values: Series) -> float:
-    """The first measure: the mean of the last five evaluations."""
-    return float(np.mean(list(values.values())[-5:]))
-
-
-def first_half(values: Series) -> float:
-    return float(np.mean(list(values.values())[: len(values) // 2]))
-
-
-def around(level: int) -> Callable[[Series], float]:
-    """The second measure: the mean of the five evaluations that are nearest to a round."""
-
-    def measure(values: Series) -> float:
-        nearest = sorted(values, key=lambda t: abs(t - level))[:5]
-        return float(np.mean([values[t] for t in nearest]))
+    def measure(values):
+        nearest = sorted(values, key=lambda t: abs(t - level))[:count]
+        return np.mean([values[t] for t in nearest])
 
     return measure
 
 
-def spread(text: str) -> tuple[float, float]:
+last_five = around(10**9)
+whole_run = around(0, count=10**9)
+
+
+def first_half(values):
+    return around(0, len(values) // 2)(values)
+
+
+def spread(text):
     """Mean and standard deviation of "42.9 ± 1.1"; a deviation that is not given is 0."""
     mean, _, deviation = text.partition("±")
-    return float(mean), float(deviation or 0)
+    return float(mean or "nan"), float(deviation or 0)
 
 
 @dataclass
@@ -103,115 +107,114 @@ class Comparison:
     paper: str
     paper_baseline: str
 
-    def load(self, runs: dict) -> None:
-        """Finds the runs: self.found[side][experiment] is seed -> series."""
-        low, _, high = (self.seeds or "0-999999").partition("-")
-        sides = [
-            [of_name for name, of_name in sorted(runs.items()) if fnmatchcase(name, pattern)]
-            for pattern in (self.method, self.baseline)
-        ]
-        common = set(range(int(low), int(high) + 1)) if all(sides) else set()
-        self.common = sorted(common.intersection(*sides[0], *sides[1]))
+    def load(self, runs):
+        """Finds the seeds, the series found[side][seed][experiment], and the paper's numbers."""
+        patterns = (self.method, self.baseline)
+        sides = [[runs[name] for name in fnmatch.filter(runs, pattern)] for pattern in patterns]
+        assert all(sides), f"comparisons.csv: there are no runs for {self.label}"
+        low, high = map(int, (self.seeds or "0-999").split("-"))
+        shared = set.intersection(*map(set, sides[0] + sides[1]))
+        self.common = sorted(shared.intersection(range(low, high + 1)))
         self.found = [
-            [{s: series(of_name[s], self.column) for s in self.common} for of_name in side]
+            [[series(of_seeds[seed], self.column) for of_seeds in side] for seed in self.common]
             for side in sides
         ]
+        papers = [spread(self.paper), spread(self.paper_baseline)]
+        self.paper_means, self.paper_deviations = np.array(papers).T
+        self.effect = self.paper_means[0] - self.paper_means[1]
+        self.sign = -1 if self.column == "mE" else 1  # uncertainty is to fall
 
-    def sides(self, measure: Callable | None = None) -> np.ndarray:
-        """A measure, a function of a series, of the method's and the baseline's runs [2, seeds]."""
+    def sides(self, measure=None):
+        """A measure of the method's and the baseline's runs [2, seeds]."""
         measure = measure or (whole_run if self.measure else last_five)
-        values = np.zeros((2, len(self.common)))
-        for i, side in enumerate(self.found):
-            for j, seed in enumerate(self.common):
-                found = [measure(of_name[seed]) for of_name in side]
-                values[i, j] = np.mean(np.log(found) if self.measure == "ratio" else found)
-        return values
+        mean = gmean if self.measure == "ratio" else np.mean
+        return np.array([[mean([*map(measure, of)]) for of in side] for side in self.found])
 
-    def difference(self, measure: Callable | None = None) -> np.ndarray:
-        """Method minus baseline, seed by seed [seeds]; of logarithms for a ratio."""
+    def difference(self, measure=None):
+        """Method minus baseline, seed by seed [seeds]; for a ratio, the logarithm of it."""
         method, baseline = self.sides(measure)
-        return method - baseline
+        return np.log(method / baseline) if self.measure == "ratio" else method - baseline
 
-    def curves(self) -> tuple[list[int], np.ndarray]:
+    def curves(self):
         """The rounds that all runs have, and both sides over them [rounds, 2, seeds]."""
-        every = [values for side in self.found for of_name in side for values in of_name.values()]
-        rounds = sorted(set.intersection(*map(set, every)))
-        values = np.array([self.sides(lambda values, t=t: values[t]) for t in rounds])
-        return rounds, np.exp(values) if self.measure == "ratio" else values
+        every = [set(values) for side in self.found for of in side for values in of]
+        rounds = sorted(set.intersection(*every))
+        return rounds, np.array([self.sides(itemgetter(t)) for t in rounds])
 
-    @property
-    def effect(self) -> float:
-        """The paper's difference."""
-        return spread(self.paper)[0] - spread(self.paper_baseline)[0]
-
-    def level(self) -> int | None:
+    def level(self):
         """The first round around which the baseline's mean reaches what the paper's baseline has.
 
-        None if it never does, or if it is then beyond by more than 2 points, or 0.02 nats.
+        None if it never does, or if it is then beyond by 2 points, or 0.02 nats.
         """
         rounds, _ = self.curves()
-        if not self.paper or not rounds:
-            return None
-        baseline = np.array([self.sides(around(t))[1].mean() for t in rounds])
-        beyond = baseline - spread(self.paper_baseline)[0]
-        if self.column == "mE":  # which falls
-            beyond = -100 * beyond
-        reached = np.flatnonzero(beyond >= 0)
-        return rounds[reached[0]] if len(reached) and beyond[reached[0]] < 2 else None
+        for t in rounds:
+            beyond = self.sign * (self.sides(around(t))[1].mean() - self.paper_means[1])
+            if beyond >= 0:
+                return t if beyond < (2 if in_percent(self.column) else 0.02) else None
+        return None
 
-    def welch(self, difference: np.ndarray, count: int = 3) -> float:
+    def welch(self, difference):
         """p of Welch's test: these differences [n] and the paper's have the same mean.
 
-        count  seeds behind each of the paper's numbers
+        Three seeds stand behind each of the paper's numbers.
         """
-        parts = [(difference.var(ddof=1) / len(difference), len(difference) - 1)]
-        for text in (self.paper, self.paper_baseline):
-            parts.append((spread(text)[1] ** 2 / count, count - 1))
-        total = sum(variance for variance, _ in parts)
-        freedom = total**2 / sum(variance**2 / more for variance, more in parts)
-        distance = abs(difference.mean() - self.effect)
-        return float(2 * student.sf(distance / total**0.5, freedom))
+        n = len(difference)
+        variances = np.array([difference.var(ddof=1) / n, *self.paper_deviations**2 / 3])
+        total = variances.sum()
+        freedom = total**2 / (variances**2 / [n - 1, 2, 2]).sum()
+        return 2 * student.sf(abs(difference.mean() - self.effect) / total**0.5, freedom)
 
 
-def comparisons(page: str, runs: dict) -> dict[str, list[Comparison]]:
-    """The lines of comparisons.csv for a page, by the page's blocks."""
-    blocks = {}
-    with (RESULTS / "comparisons.csv").open(encoding="utf-8") as f:
-        for line in csv.DictReader(f):
-            if line["page"] == page:
-                comparison = Comparison(**line)
-                comparison.load(runs)
-                blocks.setdefault(comparison.block, []).append(comparison)
-    return blocks
+def comparisons():
+    """The lines of comparisons.csv: page -> block -> lines."""
+    runs, pages = {}, {}
+    for name in ("wu", "fediir", "uefl", "examples"):
+        runs |= read(RESULTS / f"{name}.csv")
+    for line in read_csv(RESULTS / "comparisons.csv"):
+        comparison = Comparison(**line)
+        comparison.load(runs)
+        blocks = pages.setdefault(comparison.page, {})
+        blocks.setdefault(comparison.block, []).append(comparison)
+    return pages
 
 
-def show(value: float, column: str, sign: str = "") -> str:
-    return f"{value:{sign}.{1 if column.startswith(IN_PERCENT) else 3}f}"
+def in_percent(column):
+    return column.startswith(IN_PERCENT)
 
 
-def pm(values: np.ndarray, column: str) -> str:
-    """mean ± sample standard deviation."""
-    words = [show(values.mean(), column)] if len(values) else []
-    if len(values) > 1:
-        words.append(show(values.std(ddof=1), column))
-    return " ± ".join(words)
+def show(value, column, sign=""):
+    return f"{value:{sign}.1f}" if in_percent(column) else f"{value:{sign}.3f}"
 
 
-def with_interval(difference: np.ndarray, column: str) -> str:
-    """mean (low to high), which is the 95 % interval by Student's t."""
+def pm(values, column):
+    """mean ± sample standard deviation of these numbers [n]."""
+    if len(values) < 2:
+        return "".join(show(value, column) for value in values)
+    return f"{show(values.mean(), column)} ± {show(values.std(ddof=1), column)}"
+
+
+def with_interval(difference, column):
+    """mean (low to high) of differences [n], which is the 95 % interval by Student's t."""
     if len(difference) < 2:
         return "".join(show(value, column, "+") for value in difference)
     return "{} ({} to {})".format(*(show(bound, column, "+") for bound in interval(difference)))
 
 
-def build(file: Path, blocks: dict[str, list[list[str]]]) -> None:
-    """Writes tables into a page, each after its line <!-- NAME -->."""
+def without_empty_columns(table):
+    """A table, which is a list of lists of texts, without the columns that have only a header."""
+    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
+    return list(zip(*columns, strict=True))
+
+
+def build(file, blocks):
+    """Writes tables, name -> table, into a page, each after its line <!-- NAME -->."""
     text = file.read_text()
     for name, (header, *lines) in blocks.items():
-        mark, table = f"<!-- {name} -->\n", ""
+        mark = f"<!-- {name} -->\n"
         if mark not in text:
             raise UserError(f"{file} has no line {mark.strip()} for its table")
+        table = ""
         for cells in (header, ["---"] * len(header), *lines):
             table += f"| {' | '.join(cells)} |\n"
-        text = re.sub(rf"{mark}(?:\|.*\n)*", lambda _, new=mark + table: new, text)
+        text = re.sub(rf"{mark}(\|.*\n)*", mark + table, text)
     file.write_text(text)
