@@ -28,14 +28,17 @@ common/splits.py.
 What the listing leaves out, and where the paper is silent
  1. The moving average starts at zero, and as in the authors' code nothing corrects for that. In the
     first rounds g^t is therefore near zero, and the penalty pulls the gradients towards zero
-    instead of towards each other; with v = 0.95 it takes 14 rounds to reach half of its size.
+    instead of towards each other; with v = 0.95 it takes 14 rounds to reach half of its size. (The
+    example has v = 0, so no average.)
  2. The K steps are one local epoch (section 5.1): the client shuffles its samples and cuts them
     into batches.
  3. Line 4 uses the model in evaluation mode, on all of a client's training samples, and averages
     over the sampled clients. --sample gives their number: by default one per training domain, that
     is 5 for RotatedMNIST and 3 for PACS.
- 4. Validation data are 10 % of each client's samples. The chosen model is the first one with the
-    best accuracy on the validation data of all participating clients together.
+ 4. Validation data are 10 % of each client's samples. The chosen model is that of the first
+    evaluated round with the best accuracy on the validation data of all participating clients
+    together. Our tables and the verdict of the example have the mean of the last five evaluations
+    instead.
  5. FedAvg, for comparison, has the same learning rate, batch size, clients, initial model,
     selections and batches. Like FedIIR, it gives all clients the same weight in line 15.
  6. ResNets have group norm, or with --pretrained batch norm with fixed statistics, as in the
@@ -43,10 +46,10 @@ What the listing leaves out, and where the paper is silent
     augmented. The width, the stride and the norm of the `convnet` come from the authors' code.
  7. Clients with a loss or an update that is not finite are left out of the means. If a gradient in
     line 4 is not finite, the run stops (with gamma = 0, too).
- 8. `gradient_spread` in metrics.csv is the mean over C of ||grad_omega R_c - g||^2, where g is
-    line 4's mean, not its moving average. It also falls if all features shrink, so a small spread
-    alone proves nothing. A gamma does not carry over to another model: a narrower one needs a
-    larger gamma.
+ 8. `gradient_spread` in metrics.csv is the mean over C of ||grad_omega R_c - g||^2, where g is line
+    4's mean, not its moving average. It also falls if all features shrink, so a small spread alone
+    proves nothing. A gamma does not carry over to another model: a narrower one needs a larger
+    gamma.
 
 Where the authors' code differs
 - Local SGD has momentum 0.9 (--momentum 0.9). The penalty has no factor 1/2, so gamma is twice
@@ -109,12 +112,12 @@ def fediir_loss(
         raise ValueError(
             f"global_gradient has shape {tuple(global_gradient.shape)}, not {tuple(gradient.shape)}"
         )
-    return risk + gamma / 2 * (gradient - global_gradient).square().sum()
+    return risk + gamma / 2 * (gradient - global_gradient).square().sum()  # line 10
 
 
 def moving_average(before: Tensor, now: Tensor, v: float) -> Tensor:
     """v before + (1 - v) now (appendix C)."""
-    return v * before + (1 - v) * now
+    return v * before + (1 - v) * now  # line 4
 
 
 def client_gradient(model, batches, autocast):
@@ -150,14 +153,15 @@ def federate(args) -> runs.Run:
         raise UserError("--test-domain is missing: name the domain to leave out")
     clients, model, trainer, run = prepare(args)
     theta = run.kept.get("theta", train.get_weights(model))  # line 1
-    q = sum(p.numel() for p in model.classifier.parameters())
+    q = sum(p.numel() for p in model.classifier.parameters() if p.requires_grad)
     g = run.kept.get("g", torch.zeros(q, device=trainer.device))  # the moving average g^t
     best_theta, best = run.kept.get("best_theta", theta), run.kept.get("best", {"id_accuracy": -1})
     for t in run.rounds(args.rounds):  # line 2
         rng = random_at(args.seed, "select", t)
         selected = splits.draw(clients.ids, clients.sample, rng)  # line 3
         gradients = trainer.map(client_gradient, model, theta, selected, clients.train, t)  # line 4
-        g = moving_average(g, gradients.mean(0), args.ema)  # line 4
+        mean = gradients.mean(0)  # line 4
+        g = moving_average(g, mean, args.ema)  # line 4: from here on, g is g^t
         # Lines 5 to 12: ids [k], weights [k, P], losses [k] of the clients whose upload is finite
         options = {"global_gradient": g, "gamma": args.gamma}
         trained, thetas, losses = trainer.train(client_update, model, theta, selected, t, **options)
@@ -168,7 +172,7 @@ def federate(args) -> runs.Run:
         if run.due and measures["id_accuracy"] > best["id_accuracy"]:
             best_theta, best = theta, {"round": t, **measures}
         keep = {"theta": theta, "g": g, "best_theta": best_theta, "best": best}
-        spread = (gradients - gradients.mean(0)).square().sum(1).mean()
+        spread = (gradients - mean).square().sum(1).mean()
         measures |= {"train_loss": losses.mean(), "gradient_spread": spread}
         run.record(t, keep, selected=trained, **measures)
     run.finish(model, best_theta)
@@ -180,8 +184,8 @@ def federate(args) -> runs.Run:
 # The example, coloured glyphs, is ours. A batch is all of a client's data, so a client takes one
 # step per round, and its gradients are those that g is the mean of. With other batches, or an older
 # g, the penalty charges more than disagreement, and at this lr and gamma that ruins the model
-# (docs/fediir.md). The rest is table 3 and section 5.1, with 50 clients as in tables 8 to 11.
-# `folder` is PACS.
+# (docs/fediir.md). GLYPHS and QUICK are ours, too. The rest is table 3 and section 5.1, with 50
+# clients as in tables 8 to 11. `folder` is PACS.
 PAPER = {"clients": 50, "local_epochs": 1, "rounds": 100}
 EXAMPLE = {
     "test_domain": "test", "model": "convnet", "width": 0.125, "lr": 0.1, "batch_size": 6000,

@@ -24,7 +24,7 @@ client, and sg(a) means that no gradient flows through a.
     17              theta_k <- theta_k - eta grad (L_code + L_task)  client_update
     19          clients return theta_k                          federate, trainer.train
     20          theta <- sum of n_k / n theta_k                 average, average_codewords
-    22      e_k = -sum p log p, the uncertainty (equation 6)    evaluate, predictive_entropy
+    22      e_k = -sum p log p, the uncertainty (equation 6)    client_evaluation, evaluate
     23      reduce the number of rounds                         federate
     24  until e_k <= (1 + gamma) min_j e_j for all k (equation 7)  federate
 
@@ -32,29 +32,34 @@ Lines 11, 18 and 21 only end a branch or a loop.
 
 Where the paper is silent or unclear
 1. In the listing, lines 8 to 10 stand in the loop over rounds, while sections 3.1 and 3.2 add
-   codewords once per iteration. We follow the sections: an iteration (lines 4 to 24) ends with the
-   codewords for the next one, and there are at most --iterations. All clients train in each round,
-   unless --sample says otherwise.
+   codewords once per iteration. We follow the sections: an iteration (lines 4 to 24) begins with
+   new codewords for the clients that were uncertain at the end of the last one, and there are at
+   most --iterations. All silos train in each round. With another --partition some clients do, and
+   line 7 needs --sample as large as --participating.
 2. New codewords belong to one client (section 3.1: "exclusively accessible to the corresponding
    heterogeneous clients"). Line 10 adds v, while tables 11, 14 and 16 double the codebook; we add.
-   K-means runs on all of the client's training tokens.
+   K-means (k-means++, ten steps) runs on all of the client's training tokens. For a domain that no
+   client has (--test-domain), all codewords are allowed.
 3. Line 20: section 3.2 averages a codeword "across the clients that utilize" it. We take all that
    may use it, by n_k.
-4. Line 22 lacks the minus sign of equation 6. e_k is the mean entropy over the client's held-out
-   samples, which for a silo come from the test set if there is one; it needs no labels. mA, mE and
-   mP are means over clients of accuracy (of the mean probabilities of all passes), e_k, and
-   perplexity, exp(entropy) of how often each codeword is used.
+4. Line 22 lacks the minus sign of equation 6. e_k is the mean, over the client's held-out samples,
+   of the entropy of the mean probabilities of all passes. For a silo, these samples come from the
+   test set if there is one; it needs no labels. mA, mE and mP are means over clients of accuracy
+   (of the mean probabilities of all passes), e_k, and perplexity, exp(entropy) of how often each
+   codeword is used.
 5. Codewords start from a Gaussian, ours a standard one. Tokens after ReLUs point in similar
-   directions and would use few of them, so we add a layer norm without parameters, in FedAvg too,
-   which is ours (--no-token-norm).
-6. Line 15: the weights --commitment 0.25 and --beta 1, and means over all numbers, come from the
-   authors' code.
+   directions and would use few of them, so our layer norm without parameters follows the encoder,
+   in FedAvg, too (--no-token-norm).
+6. Line 17: as in VQ-VAE, the task's gradient for c is handed on to z, past the choice of the
+   nearest codeword, so the codewords learn from L_code alone. Line 15: the weights --commitment
+   0.25 and --beta 1, and means over all numbers, come from the authors' code.
 7. The two dropout layers stand before the classifier's linear layers, so the encoder runs once for
    all passes.
 8. Adam, new in each round, its learning rate, batch size and local epochs come from the authors'
    code. The 40 rounds of the first iteration stand in appendix H alone; later ones have 20 (section
-   4). VGG16 and ResNet-18 are pretrained (--pretrained), VGG16 with the batch norm that table 11's
-   count implies, whose statistics we average, too.
+   4; in our example on glyphs all have 6). In the paper VGG16 and ResNet-18 are pretrained, here
+   with --pretrained only. VGG16 has the batch norm that table 11's count implies. The server
+   averages the statistics of batch norm, also those of our `resblocks`.
 
 Where the authors' code differs
 - The server never averages codewords, and at each extension all clients get new ones, which replace
@@ -134,19 +139,15 @@ class ExtensibleCodebook(nn.Module):
             with torch.no_grad():  # |z - c|^2 = |z|^2 - 2 z.c + |c|^2, without the first term
                 usable = torch.nonzero(allowed).flatten()
                 centre = z.mean(0)  # the new origin, so that large numbers do not cancel
-                c = self.codewords[usable] - centre
-                index = usable[
-                    torch.addmm((c**2).sum(1), z - centre, c.T, alpha=-2).argmin(1)
-                ]  # line 13, equation 4
+                words = self.codewords[usable] - centre
+                distances = torch.addmm((words**2).sum(1), z - centre, words.T, alpha=-2)
+                index = usable[distances.argmin(1)]  # line 13, equation 4
             c = self.codewords[index]
             loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
             loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
             straight_through = z + (c - z).detach()
-        return (
-            straight_through.view(tokens.shape),
-            loss,
-            index.view(*tokens.shape[:-1], self.segments),
-        )
+        index = index.view(*tokens.shape[:-1], self.segments)
+        return straight_through.view(tokens.shape), loss, index
 
     @torch.no_grad()
     def extend(self, codewords: Tensor) -> None:
@@ -235,19 +236,23 @@ def average(
 ) -> Tensor:
     """Line 20: theta [P], the clients' thetas [K, P], n_k [K], allowed [K, V] -> new theta."""
     v, d = codebook.codewords.shape
-    words, rest = thetas[:, : v * d].reshape(len(thetas), v, d), thetas[:, v * d :]
-    words = average_codewords(theta[: v * d].view(v, d), words, sizes, allowed)  # line 20
-    rest = sizes / sizes.sum() @ rest  # line 20
+    cut = v * d  # theta begins with the codewords
+    before, after = theta[:cut].view(v, d), thetas[:, :cut].unflatten(1, (v, d))
+    words = average_codewords(before, after, sizes, allowed)  # line 20
+    alpha = sizes / sizes.sum()
+    rest = alpha @ thetas[:, cut:]  # line 20
     return torch.cat([words.flatten(), rest])
 
 
 @torch.no_grad()
 def client_codewords(model, batches, autocast, size, rng):
     """Line 9 for one client: the K-means centroids of its segments, [size, d / s] as a vector."""
-    with autocast():
-        segments = torch.cat(
-            [model.encode(x).reshape(-1, model.codebook.codewords.shape[1]) for x, _ in batches]
-        )
+    width = model.codebook.codewords.shape[1]
+    segments = []
+    for x, _ in batches:
+        with autocast():
+            segments.append(model.encode(x).reshape(-1, width))
+    segments = torch.cat(segments)
     with warnings.catch_warnings(action="ignore"):  # if segments are equal, codewords may be equal
         centroids, _ = kmeans2(segments.double().cpu().numpy(), size, minit="++", rng=rng)
     return torch.from_numpy(centroids).to(segments.device, torch.float32).flatten()
@@ -263,13 +268,15 @@ def client_evaluation(model, batches, autocast, passes, allowed=None):
     for x, y in batches:
         with autocast():
             c, _, index = model.codebook(model.encode(x), allowed)
-            p = torch.stack([model.classifier(c.mT).float().softmax(1) for _ in range(passes)])
-        entropies.append(predictive_entropy(p))
-        hits.append((p.mean(0).argmax(1) == y).float())
+            logits = torch.stack([model.classifier(c.mT) for _ in range(passes)])
+        p = logits.float().softmax(2)  # [passes, N, C]
+        entropies.append(predictive_entropy(p))  # line 22
+        hits.append(p.mean(0).argmax(1) == y)
         words.append(index.flatten())
     usage = torch.bincount(torch.cat(words)).float()
     perplexity = torch.special.entr(usage / usage.sum()).sum().exp()
-    return torch.stack([torch.cat(entropies).mean(), torch.cat(hits).mean(), perplexity])
+    e, accuracy = torch.cat(entropies).mean(), torch.cat(hits).float().mean()
+    return torch.stack([e, accuracy, perplexity])
 
 
 def evaluate(args, clients, trainer, model, theta: Tensor, allowed: Tensor, t: int) -> dict:
@@ -277,11 +284,12 @@ def evaluate(args, clients, trainer, model, theta: Tensor, allowed: Tensor, t: i
     options = {"each": {"allowed": allowed}, "passes": args.passes}
     measured = trainer.map(client_evaluation, model, theta, clients.ids, clients.test, t, **options)
     e, accuracies, perplexities = measured.T.cpu()
-    sizes = torch.tensor([float(len(clients.test[k])) for k in clients.ids])
+    sizes = torch.tensor([len(clients.test[k]) for k in clients.ids]).float()
     measures = {"id_accuracy": sizes @ accuracies / sizes.sum()}
     if "ood" in clients.tests:  # in pieces, and with all codewords
         pieces = clients.tests["ood"].split(1000)
-        ids, n = torch.arange(len(pieces)), torch.tensor([float(len(piece)) for piece in pieces])
+        ids = torch.arange(len(pieces))
+        n = torch.tensor([len(piece) for piece in pieces]).float()
         options = {"passes": args.passes}
         measured = trainer.map(client_evaluation, model, theta, ids, pieces, t, **options)
         measures["ood_accuracy"] = n @ measured[:, 1].cpu() / n.sum()
@@ -316,27 +324,29 @@ def federate(args) -> runs.Run:
     """Algorithm 1 with these flags."""
     clients, model, trainer, run = build(args)  # lines 1, 2
     ids, v, codebook = clients.ids, args.codebook_size, model.codebook
-    if run.kept:
-        theta, e, allowed, first = (run.kept[k] for k in ("theta", "e", "allowed", "iteration"))
-        codebook.extend(torch.zeros(allowed.shape[1] - v, codebook.codewords.shape[1]))
-    else:
-        theta, e, first = train.get_weights(model), torch.zeros(len(ids)), 1  # lines 2, 3
-        allowed = torch.ones(len(ids), v, dtype=torch.bool, device=trainer.device)
+    kept, everybody = run.kept, torch.ones(len(ids), v, dtype=torch.bool, device=trainer.device)
+    theta = kept.get("theta", train.get_weights(model))  # line 2
+    e = kept.get("e", torch.zeros(len(ids)))  # line 3
+    allowed, first = kept.get("allowed", everybody), kept.get("iteration", 1)
+    added = allowed.shape[1] - v  # by the run that is resumed
+    codebook.extend(torch.zeros(added, codebook.codewords.shape[1]))
 
     iterations = args.iterations if v else 1  # FedAvg has no codewords to add
     for iteration in range(first, iterations + 1):  # line 4
         if iteration > first:
             extended = ids[uncertain(e, args.gamma).cpu()]  # line 8
             if not len(extended):  # line 24
+                print(f"{args.name}: training ends, as no client is above the threshold of line 24")
                 break
-            rng = {k: random_at(args.seed, "codewords", run.t, k) for k in extended.tolist()}
+            rng = [random_at(args.seed, "codewords", run.t, k) for k in ids.tolist()]
             options = {"each": {"rng": rng}, "size": v}
-            new = trainer.map(
-                client_codewords, model, theta, extended, clients.train, run.t, **options
-            )
+            where = (theta, extended, clients.train, run.t)
+            new = trainer.map(client_codewords, model, *where, **options)
+            train.set_weights(model, theta)
             codebook.extend(new.view(-1, codebook.codewords.shape[1]))  # line 9
-            theta = train.get_weights(model)  # `map` has put the old theta into the model
-            is_own = F.one_hot(extended.repeat_interleave(v), len(ids)).T.bool()
+            theta = train.get_weights(model)
+            owner = extended.repeat_interleave(v)  # of each new codeword
+            is_own = ids[:, None] == owner
             allowed = torch.cat([allowed, is_own.to(allowed.device)], dim=1)  # line 10
 
         for t in run.rounds(args.rounds + (iteration - 1) * args.later_rounds):  # lines 5, 23
@@ -348,7 +358,7 @@ def federate(args) -> runs.Run:
             n = clients.sizes[trained].to(theta)
             theta = average(codebook, theta, thetas, n, allowed[trained])  # line 20
             measures = evaluate(args, clients, trainer, model, theta, allowed, t) if run.due else {}
-            e = measures.get("uncertainties", e)  # line 22
+            e = measures.get("uncertainties", e)  # line 22; that of the last round counts
             measures |= {"train_loss": n / n.sum() @ losses, "iteration": iteration}
             keep = {"theta": theta, "e": e, "allowed": allowed, "iteration": iteration}
             run.record(t, keep, selected=trained, **measures)
@@ -400,7 +410,7 @@ def own_flags(add) -> None:
     add("--segments", type=whole, default=1, help="s, parts of a token with a codeword each")
     add("--gamma", type=number, default=0.1, help="equation 7; larger: fewer clients are extended")
     add("--iterations", type=whole, default=5, help="at most; with 1 nobody is extended")
-    add("--later-rounds", type=whole, default=5, help="of iterations after the first (--rounds)")
+    add("--later-rounds", type=whole, default=20, help="of iterations after the first (--rounds)")
     add("--commitment", type=number, default=0.25, help="weight of ||sg(c) - z||^2")
     add("--beta", type=number, default=1.0, help="weight of ||c - sg(z)||^2")
     add("--token-norm", action=BooleanOptionalAction, default=True, help="layer norm of tokens")

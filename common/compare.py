@@ -177,7 +177,7 @@ def describe(run: Run) -> None:
     labels = torch.bincount(run.data.y[samples], minlength=len(classes)).tolist()
     right = []
     for name, hits, count in zip(classes[:20], row["hits"], labels, strict=False):
-        right.append(f"{name} {percent(hits / max(count, 1))}")
+        right.append(f"{name}: {percent(hits / max(count, 1))}")
     print(f"{run.args.name}, right by class: {', '.join(right)}")
     most, name = max(zip(row["predicted"], classes, strict=True))
     if most > 0.9 * len(samples):

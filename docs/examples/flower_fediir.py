@@ -59,12 +59,12 @@ def fediir_loss(
         raise ValueError(
             f"global_gradient has shape {tuple(global_gradient.shape)}, not {tuple(gradient.shape)}"
         )
-    return risk + gamma / 2 * (gradient - global_gradient).square().sum()
+    return risk + gamma / 2 * (gradient - global_gradient).square().sum()  # line 10
 
 
 def moving_average(before: Tensor, now: Tensor, v: float) -> Tensor:
     """v before + (1 - v) now (appendix C)."""
-    return v * before + (1 - v) * now
+    return v * before + (1 - v) * now  # line 4
 
 
 # ------------------------------------------------------------------------------------- your project

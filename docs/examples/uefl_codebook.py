@@ -59,19 +59,15 @@ class ExtensibleCodebook(nn.Module):
             with torch.no_grad():  # |z - c|^2 = |z|^2 - 2 z.c + |c|^2, without the first term
                 usable = torch.nonzero(allowed).flatten()
                 centre = z.mean(0)  # the new origin, so that large numbers do not cancel
-                c = self.codewords[usable] - centre
-                index = usable[
-                    torch.addmm((c**2).sum(1), z - centre, c.T, alpha=-2).argmin(1)
-                ]  # line 13, equation 4
+                words = self.codewords[usable] - centre
+                distances = torch.addmm((words**2).sum(1), z - centre, words.T, alpha=-2)
+                index = usable[distances.argmin(1)]  # line 13, equation 4
             c = self.codewords[index]
             loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
             loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
             straight_through = z + (c - z).detach()
-        return (
-            straight_through.view(tokens.shape),
-            loss,
-            index.view(*tokens.shape[:-1], self.segments),
-        )
+        index = index.view(*tokens.shape[:-1], self.segments)
+        return straight_through.view(tokens.shape), loss, index
 
     @torch.no_grad()
     def extend(self, codewords: Tensor) -> None:
@@ -89,7 +85,10 @@ def predictive_entropy(probabilities: Tensor) -> Tensor:
 
 
 def uncertain(entropies: Tensor, gamma: float) -> Tensor:
-    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K]."""
+    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K].
+
+    For a client whose entropy is NaN the answer is no.
+    """
     return entropies > (1 + gamma) * entropies.nan_to_num(torch.inf).min()  # lines 8, 24
 
 
