@@ -83,7 +83,7 @@ def table(rows):
         if c.measure == "ratio":
             both = ["", ""]
             difference = "{:.2f} ({:.2f} to {:.2f}) times".format(*np.exp(interval(c.difference())))
-        seeds = f"{len(c.common)}" + f": {c.seeds}" * bool(c.seeds)
+        seeds = f"{len(c.common)}" + f": {c.common[0]}-{c.common[-1]}" * bool(c.seeds)
         paper = f"{effect(c)}, p {c.welch(c.difference()):.3f}" if c.paper else ""
         lines.append([c.label, *both, difference, seeds, paper, at_level(c)])
     return without_empty_columns(lines)
