@@ -23,7 +23,7 @@ import minimax_select
 import uefl
 from common import ranks, runs
 
-SMALL = "--width 0.125 --local-epochs 2 --batch-size 8 --device cpu --precision float32 "
+SMALL = "--width 0.125 --local-epochs 1 --batch-size 8 --device cpu --precision float32 "
 SKEWED = f"{SMALL} --model cnn --clients 8 --participating 6 --partition dirichlet --dirichlet 1 "
 SKEWED += "--rounds 3 --lr 0.1 "
 TURNED = SMALL + "--rotate 0 90 180 --no-compare "

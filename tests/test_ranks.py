@@ -42,21 +42,22 @@ def said(folder):
 def folders(tmp_path_factory):
     """All methods in 1 and 9 processes, and in two that torchrun starts, in three folders."""
     top = tmp_path_factory.mktemp("ranks")
+    for name in ("1", "9", "torchrun"):
+        (top / name).mkdir()
+    program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {"PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
+    with (top / "torchrun/out").open("w") as out, (top / "torchrun/err").open("w") as err:
+        torchrun = subprocess.Popen(
+            [sys.executable, *program, HERE / "ranks.py", top / "torchrun"],
+            stdout=out, stderr=err, env={**os.environ, **environment},
+        )  # fmt: skip
     for count in ("1", "9"):
-        (top / count).mkdir()
-        for method in CALLS:
-            process = child(method, call(method, f"--processes {count}"), top / count)
+        flags = f"--processes {count}"
+        processes = [child(method, call(method, flags), top / count) for method in CALLS]
+        for process in processes:
             process.join()
             assert process.exitcode == 0, said(top / count)
-    (top / "torchrun").mkdir()
-    program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    end = subprocess.run(
-        [sys.executable, *program, HERE / "ranks.py", top / "torchrun"],
-        capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert end.returncode == 0, end.stderr
-    (top / "torchrun/out").write_text(end.stdout)
+    assert torchrun.wait() == 0, said(top / "torchrun")
     return top
 
 

@@ -5,6 +5,7 @@ process of their own, on a patched copy of the code.
 """
 
 import importlib
+import io
 import multiprocessing
 import os
 import re
@@ -28,38 +29,44 @@ fresh = multiprocessing.get_context("forkserver")  # imports the slow libraries 
 fresh.set_forkserver_preload([*LIBRARIES, "matplotlib.backends.backend_agg"])
 
 
-def check(tree: Path, name: str) -> None:
-    """In a new process: exits with 0 if README's commands are accepted and all checks pass."""
-    os.chdir(tree)
-    sys.path.insert(0, str(tree))
-    Figure.savefig = lambda self, file, **options: Path(file).touch()  # pictures take half the time
-    with open("report", "w") as report, redirect_stdout(report):
-        for method, words in re.findall(r"python (\w+)\.py(.*)", SECTIONS[name]):
-            module = importlib.import_module(method)
-            with patch.object(module, "compare") as compare:
-                module.main(words.split())
-                compare.assert_called_once()
-        sys.exit(pytest.main([f"tests/variations/{name}.py", "-q", "-p", "no:cacheprovider"]))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_variation_applies_and_passes_its_checks(name, tmp_path):
-    tree = tmp_path / "tree"
+def check(name: str, tree: Path) -> str:
+    """In a new process: what went wrong with README's commands or with the checks, or ""."""
     shutil.copytree(ROOT / "common", tree / "common", ignore=shutil.ignore_patterns("__pycache__"))
     (tree / "tests/variations").mkdir(parents=True)
     checks = [ROOT / "tests/variations" / f"{file}.py" for file in ("by_hand", name)]
     for file in [*ROOT.glob("*.py"), ROOT / "pytest.ini", ROOT / "tests/conftest.py", *checks]:
         shutil.copy(file, tree / file.relative_to(ROOT))
-    alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}  # not in a repository
-    diff = VARIATIONS / f"{name}.diff"
-    git = subprocess.run(
-        ["git", "apply", diff], cwd=tree, env=alone, capture_output=True, text=True
-    )
-    assert git.returncode == 0, f"docs/variations/{name}.diff no longer applies: {git.stderr}"
-    process = fresh.Process(target=check, args=(tree, name))
-    process.start()
-    process.join()
-    assert process.exitcode == 0, (tree / "report").read_text()
+    os.chdir(tree)
+    os.environ["GIT_CEILING_DIRECTORIES"] = str(tree.parent)  # this is no repository
+    command = ["git", "apply", VARIATIONS / f"{name}.diff"]
+    git = subprocess.run(command, capture_output=True, text=True)
+    if git.returncode:
+        return f"docs/variations/{name}.diff no longer applies: {git.stderr}"
+    sys.path.insert(0, str(tree))
+    Figure.savefig = lambda self, file, **options: Path(file).touch()  # pictures take half the time
+    with redirect_stdout(io.StringIO()) as report:
+        for method, words in re.findall(r"python (\w+)\.py(.*)", SECTIONS[name]):
+            module = importlib.import_module(method)
+            with patch.object(module, "compare") as compare:
+                module.main(words.split())
+                compare.assert_called_once()
+        code = pytest.main([f"tests/variations/{name}.py", "-q", "-p", "no:cacheprovider"])
+    return report.getvalue() if code else ""
+
+
+@pytest.fixture(scope="module")
+def checks(tmp_path_factory):
+    """What check() returns, by name. Two variations are checked at a time."""
+    with fresh.Pool(2, maxtasksperchild=1) as pool:
+        yield {
+            name: pool.apply_async(check, (name, tmp_path_factory.mktemp(name))) for name in NAMES
+        }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_variation_applies_and_passes_its_checks(checks, name):
+    wrong = checks[name].get()
+    assert not wrong, wrong
 
 
 def test_each_variation_has_its_paragraph_and_its_checks():
