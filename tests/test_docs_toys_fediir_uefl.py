@@ -47,12 +47,6 @@ def test_the_clients_gradients_differ_in_the_colour_alone():
     assert np.allclose(shown(FEDIIR)["gradients(4)"].reshape(2, 4), expected)
 
 
-def test_the_loss_is_log_2_and_the_penalty():
-    """Client A is 1/4 from the mean in the colour, for both classes."""
-    code = "fediir_loss(torch.nn.Identity(), classifier, A, y, g, gamma=2).item()"
-    assert shown(FEDIIR)[code] == pytest.approx(np.log(2) + 2 / 2 * 2 * (1 / 4) ** 2, abs=1e-6)
-
-
 @pytest.mark.parametrize("size", [4, 1])
 def test_all_data_charge_the_colour_alone_and_single_images_charge_both(size):
     batches = np.concatenate([of_images(z).reshape(4 // size, size, 4).mean(1) for z in (A, B)])
@@ -123,11 +117,6 @@ def table():
 def test_a_row_of_the_table_of_section_8(colour, batch):
     for gamma, lengths in table()[colour, batch].items():
         assert lengths == pytest.approx(smallest(gamma, batch, colour), abs=0.00501), gamma
-
-
-def test_batches_of_32_leave_no_gamma_at_which_the_shape_is_the_larger_one():
-    pairs = [smallest(gamma, 32, (0.9, 0.8)) for gamma in np.geomspace(0.1, 1e5, 13)]
-    assert all(colour > shape for shape, colour in pairs)
 
 
 # -------------------------------------------------------------------------------------- uefl.md

@@ -15,15 +15,15 @@ from common.train import Trainer
 
 EQUAL = (
     "--model cnn --width 0.25 --clients 10 --participating 10 --partition iid --local-epochs 3 "
-    "--batch-size 32 --lr 0.3 --rounds 12 --no-compare "
+    "--batch-size 32 --lr 0.3 --rounds 10 --no-compare "
 )
 LEARN = {
     **dict.fromkeys([fedavg, entropy_weighting, minimax_select], EQUAL + "--sample 5"),
     convex_hull_select: EQUAL + "--sample 10 --hull-dim 2",
     fediir: "--dataset glyphs --width 0.125 --clients 9 --local-epochs 3 --test-domain dark "
-    "--gamma 0.01 --sample 5 --rounds 12 --evaluate-every 1 --no-compare",
+    "--gamma 0.01 --sample 5 --rounds 9 --evaluate-every 1 --no-compare",
     uefl: "--width 0.125 --clients 10 --local-epochs 3 --model resblocks --partition domain "
-    "--lr 0.01 --codebook-size 8 --segments 1 --rounds 6 --sample 5 --later-rounds 3 "
+    "--lr 0.01 --codebook-size 8 --segments 1 --rounds 5 --sample 5 --later-rounds 2 "
     "--iterations 2 --no-compare",
 }
 
@@ -76,26 +76,3 @@ def test_a_classifier_gradient_that_is_nan_is_one_line(start, monkeypatch):
     monkeypatch.setattr(fediir, "client_gradient", lambda *args: gradient(*args) * torch.nan)
     with pytest.raises(UserError, match="diverged in round 1: lower --lr"):
         start(fediir, LEARN[fediir] + " --out run")
-
-
-TEN = "--clients 10 --participating 10 --partition iid --no-compare "
-GLYPHS = TEN + "--local-epochs 2 --width 0.5 --batch-size 32 --lr 0.1 --rounds 8 "
-LEARN_GLYPHS = {
-    **dict.fromkeys([fedavg, entropy_weighting, minimax_select], GLYPHS + "--sample 5"),
-    convex_hull_select: GLYPHS + "--sample 10 --hull-dim 2",
-    fediir: "--dataset glyphs --clients 10 --no-compare --sample 5 --rounds 12 --evaluate-every 1",
-    uefl: TEN + "--sample 5 --local-epochs 3 --rounds 5 --later-rounds 3 --iterations 2",
-}
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("method", LEARN_GLYPHS)
-def test_on_glyphs_a_client_that_returns_nan_costs_at_most_two_points(method, poison, tmp_path):
-    accuracy = {}
-    for name, bad in (("clean", []), ("poisoned", [3])):
-        poison(bad, torch.nan)
-        method.main([*LEARN_GLYPHS[method].split(), "--out", str(tmp_path / name)])
-        rows = read_rows(tmp_path / name)[-3:]
-        accuracy[name] = sum(float(row["id_accuracy"]) for row in rows) / 3
-    print(f"{method.__name__}: ID of {accuracy}, with one client in ten that returns NaN")
-    assert accuracy["poisoned"] >= accuracy["clean"] - 0.02

@@ -9,7 +9,6 @@ import convex_hull_select
 import entropy_weighting
 import fedavg
 import fediir
-import minimax_select
 import uefl
 from common import compare, flags, random_at, setup
 from common.splits import draw
@@ -90,16 +89,6 @@ def test_with_everybody_selected_it_does_not_matter_how(start):
         assert torch.equal(kept(folder / kind)["theta"], kept(folder / "random")["theta"])
 
 
-@pytest.mark.parametrize("selection", ["random", "power_of_choice", "by_size"])
-def test_it_learns_and_leaves_a_complete_folder(start, selection):
-    folder = start(fedavg, f"{CUT}run --lr 0.3 --rounds 10 --selection {selection}") / "run"
-    found = read_rows(folder)
-    assert float(found[-1]["train_loss"]) < 0.8 * float(found[0]["train_loss"])
-    assert float(found[-1]["ood_accuracy"]) > 0.5
-    files = "args.json metrics.csv model.pt checkpoint.pt curves.png partition.png"
-    assert {f.name for f in folder.iterdir()} >= {*files.split()}
-
-
 # ---------------------------------------------------------------- the prediction for the example
 
 
@@ -115,10 +104,8 @@ def test_the_untouched_example_ends_with_a_verdict(start, capsys, monkeypatch):
     ("method", "words"),
     [
         (entropy_weighting, "--weighting size"),
-        (minimax_select, "--selection maxsim"),
         (convex_hull_select, "--selection interior"),
         (fediir, "--test-domain one"),
-        (uefl, "--rotate 120 0 -50"),
         (uefl, "--dataset mnist"),
     ],
 )
@@ -131,11 +118,9 @@ def test_another_flag_makes_it_another_experiment(method, words):
     ("ours", "side", "holds"),
     [
         (0.52, "above", True),
-        (0.5, "above", False),
         (0.5002, "above", False),
         (0.48, "below", True),
         (0.5, "below", False),
-        (0.52, "below", False),
     ],
 )
 def test_only_a_difference_that_shows_is_as_predicted(ours, side, holds, capsys):
