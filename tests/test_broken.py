@@ -1,21 +1,18 @@
 """What users do to folders, files and terminals. None may lose data or give a wrong result."""
 
-import collections
 import functools
 import re
 import sys
 
 import pytest
-import torch
 from conftest import make_tiny, settings
 from PIL import Image
 
 import common.data
 import convex_hull_select
 import fedavg
-from common import UserError, plots, ranks
+from common import plots, ranks
 from common.data import Dataset, image_folder
-from common.models import build
 from common.splits import deal
 
 TINY = (
@@ -50,31 +47,9 @@ def launched(monkeypatch, tmp_path, capsys):
     return launch
 
 
-@pytest.mark.parametrize("change", ["overwrite", "remove", "add", "rename class", "rename domain"])
-def test_a_run_does_not_go_on_with_other_images(launched, tmp_path, change):
-    pets = tmp_path / "pets"
-    draw_images(pets, parts=("photo", "sketch"))
-    assert launched(fedavg, f"{TINY} --dataset pets --out r")[0] == 0
-    before = (tmp_path / "r/metrics.csv").read_bytes()
-    if change == "remove":
-        (pets / "photo/cat/0.png").unlink()
-    elif change == "rename class":
-        for part in ("photo", "sketch"):
-            (pets / part / "cat").rename(pets / part / "caracal")  # still the first one
-    elif change == "rename domain":
-        (pets / "photo").rename(pets / "painting")  # still the first one
-    else:
-        name = "0.png" if change == "overwrite" else "99.png"
-        Image.new("L", (8, 8), 255).save(pets / "photo/cat" / name)
-    code, said = launched(fedavg, "--resume r")
-    assert code == 2 and len(said.splitlines()) == 1 and "belongs to other data" in said
-    assert (tmp_path / "r/metrics.csv").read_bytes() == before
-
-
-@pytest.mark.parametrize("lr", ["1e8", "1e9"])
-def test_a_hull_of_diverged_clients_is_one_line(launched, lr, monkeypatch):
+def test_a_hull_of_diverged_clients_is_one_line(launched, monkeypatch):
     monkeypatch.setattr(common.data, "load", functools.cache(lambda name, *args: make_tiny()))
-    more = f"--clients 8 --participating 6 --sample 6 --local-epochs 2 --lr {lr} --out r"
+    more = "--clients 8 --participating 6 --sample 6 --local-epochs 2 --lr 1e8 --out r"
     code, said = launched(convex_hull_select, f"{TINY} {more}")
     assert code == 2 and re.search("(lower|change) --lr$", said.strip())
     assert "Traceback" not in said
@@ -94,28 +69,6 @@ def test_a_class_may_have_any_name_in_pictures(tmp_path):
     assert (tmp_path / "partition.png").stat().st_size > 1000
 
 
-def test_of_several_ranks_on_a_machine_one_tells_of_ctrl_c(monkeypatch, capsys):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    said = []
-    for rank in "01":
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(SystemExit) as end:
-            ranks.launch(interrupt)
-        assert end.value.code == 130
-        said.append(capsys.readouterr().err.splitlines())
-    assert [*map(len, said)] == [1, 0]
-
-
-def test_advice_to_load_a_file_unsafely_is_not_passed_on(tmp_path):
-    torch.save(collections.Counter(a=1), tmp_path / "evil.pt")
-    with pytest.raises(UserError) as error:
-        build("resnet18", (3, 32, 32), 10, pretrained=str(tmp_path / "evil.pt"))
-    assert "evil.pt" in str(error.value)
-    assert not re.search("weights_only|unsafe|trust", str(error.value))
-
-
 def test_a_closed_or_redirected_stderr(launched, tmp_path, monkeypatch):
     draw_images(tmp_path / "pets")
     monkeypatch.setattr(sys, "stderr", None)  # as Python has it after 2>&-
@@ -128,18 +81,9 @@ def test_a_closed_or_redirected_stderr(launched, tmp_path, monkeypatch):
     assert len(bars) <= 3, "a file gets a line per minute, not per round"
 
 
-def test_classes_with_contexts_inside_are_refused(launched, tmp_path):
-    for name, contexts in {"cat": ("snow", "grass"), "dog": ("beach", "car")}.items():
-        draw_images(tmp_path / "nico", parts=(name,), classes=contexts, n=2)
-    draw_images(tmp_path / "nico", parts=("owl",), classes=("night", "tree"), n=2)
-    code, said = launched(fedavg, f"{TINY} --dataset nico --out r")
-    assert code == 2 and "<domain>/<class>/" in said
-
-
-@pytest.mark.parametrize("where", ["pets/run", "pets/train/run"])
-def test_a_run_inside_a_folder_of_images_is_no_data(launched, tmp_path, where):
+def test_a_run_inside_a_folder_of_images_is_no_data(launched, tmp_path):
     draw_images(tmp_path / "pets")
-    assert launched(fedavg, f"{TINY} --dataset pets --out {where}")[0] == 0
+    assert launched(fedavg, f"{TINY} --dataset pets --out pets/train/run")[0] == 0
     code, said = launched(fedavg, f"{TINY} --dataset pets --out other")
     assert code == 2 and len(said.splitlines()) == 1, said
     assert not (tmp_path / "other").exists()

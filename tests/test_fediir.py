@@ -7,7 +7,7 @@ from test_fedavg import kept, logits_by_hand, parsed
 
 import fedavg
 import fediir
-from common import random_at, setup
+from common import UserError, random_at, setup
 from common.models import Classifier
 from common.splits import draw
 from common.train import get_weights
@@ -187,3 +187,8 @@ def test_the_chosen_model_is_the_first_with_the_best_validation_accuracy(start):
     assert state["best"]["round"] == best + 1
     saved = torch.load(folder / "run" / "model.pt")
     assert torch.equal(torch.cat([t.flatten() for t in saved.values()]), state["best_theta"])
+
+
+def test_a_run_needs_a_domain_that_is_left_out(start):
+    with pytest.raises(UserError, match="--test-domain is missing"):
+        start(fediir, "--dataset some/folder --model convnet --clients 4")

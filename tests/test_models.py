@@ -5,7 +5,6 @@ import torch
 import torch.nn as nn
 import torchvision
 
-from common import UserError
 from common.models import GroupNorm, build
 
 
@@ -45,19 +44,6 @@ def test_group_norm_under_bfloat16_is_that_of_float32():
     assert torch.allclose(
         found.double(), expected.view(x.shape), atol=1e-4
     )  # bfloat16 would be off by 1e-2
-
-
-def test_zhangs_encoder_gives_nine_tokens_of_512_channels():
-    assert build("resblocks", (1, 28, 28), 10).features(torch.zeros(2, 1, 28, 28)).shape == (
-        2,
-        512,
-        3,
-        3,
-    )
-
-
-def test_width_scales_channels():
-    assert build("cnn", (1, 28, 28), 10, width=0.25).features[3].weight.shape == (16, 8, 5, 5)
 
 
 def test_without_pretrained_weights_no_sample_sees_the_rest_of_its_batch():
@@ -104,19 +90,6 @@ def test_vgg16_has_batch_norm_and_the_parameters_of_zhangs_table_11(tmp_path, mo
         found = ours.train(training).features(image * 2 - 1)
         expected = theirs.features.train(training)(NORMALISE(image))
         assert torch.allclose(found, expected, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("cnn", (1, 2, 2), 10), r"does not take images of shape \(1, 2, 2\)"),
-        (("cnn", (1, 28, 28), 10, 1.0, 0.0, "imagenet"), "no ImageNet weights for cnn"),
-        (("resnet18", (3, 32, 32), 10, 1.0, 0.0, "absent.pth"), "absent.pth"),
-    ],
-)
-def test_what_does_not_fit_is_refused(arguments, says):
-    with pytest.raises(UserError, match=says):
-        build(*arguments)
 
 
 def test_pooling_before_relu_is_the_cnn_of_the_paper():

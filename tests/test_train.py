@@ -2,7 +2,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from conftest import settings
 
@@ -78,9 +77,8 @@ def test_adams_first_step_has_the_size_of_the_learning_rate(tiny, trainer, model
     assert (step > 0.95e-3).float().mean() > 0.5, "a gradient well above epsilon moves it by lr"
 
 
-@pytest.mark.parametrize(("optimizer", "momentum"), [("sgd", 0.9), ("adam", 0.0)])
-def test_what_a_client_learns_does_not_depend_on_who_trained_before(trainer, optimizer, momentum):
-    trainer.args = settings(optimizer=optimizer, momentum=momentum, lr=0.01, local_epochs=2)
+def test_what_a_client_learns_does_not_depend_on_who_trained_before(trainer):
+    trainer.args = settings(optimizer="adam", lr=0.01, local_epochs=2)
     model = build("resblocks", (1, 8, 8), 3, width=0.01, dropout=0.5)
     theta, before = get_weights(model), torch.get_rng_state()
     _, both, losses = trained(trainer, model, theta, (0, 1))
@@ -103,40 +101,6 @@ def test_each_client_gets_its_own_value_and_all_get_the_shared_one(trainer, mode
     assert ids.tolist() == [2, 0]
     assert (thetas[0] == 104).all() and (thetas[1] == 101).all(), "row i belongs to client ids[i]"
     assert losses.tolist() == [40, 10]
-
-
-def test_a_client_update_gets_each_sample_once_per_epoch_and_a_model_that_trains(
-    tiny, trainer, model
-):
-    seen = []
-
-    def update(model, theta, batches, optimizer, autocast):
-        assert model.training
-        parameters = optimizer.param_groups[0]["params"]
-        assert [*map(id, parameters)] == [*map(id, model.parameters())]
-        seen.extend(batches)
-        return torch.zeros(())
-
-    samples = tiny.train[:50]
-    hold(trainer, samples)
-    trained(trainer, model.eval(), update=update)
-    assert [len(y) for _, y in seen] == [16, 16, 16, 2] * 2
-    expected, labels, epochs = tiny.x[samples].float() / 127.5 - 1, tiny.y[samples], []
-    for epoch in (seen[:4], seen[4:]):
-        x, y = (torch.cat(part) for part in zip(*epoch, strict=True))
-        found = torch.cdist(x.flatten(1), expected.flatten(1)).argmin(1)  # all images differ
-        assert sorted(found.tolist()) == [*range(50)]
-        assert torch.allclose(x, expected[found]) and torch.equal(y, labels[found])
-        epochs.append(found.tolist())
-    assert epochs[0] != epochs[1] and [*range(50)] not in epochs, "each epoch has its own order"
-
-
-def test_the_shares_of_progress_add_up_to_one(tiny, trainer, model):
-    shares = []
-    trainer.progress = shares.append
-    hold(trainer, tiny.train[:50], tiny.train[50:57])
-    trained(trainer, model, ids=(0, 1))
-    assert len(shares) == 2 * (4 + 1) and min(shares) > 0 and sum(shares) == pytest.approx(1)
 
 
 def test_the_training_loss_is_a_mean_over_samples(tiny, trainer, model):
@@ -278,22 +242,8 @@ def test_clients_with_weights_or_a_loss_that_are_not_finite_are_left_out(
     said = "".join(capsys.readouterr())
     assert said == "round 7: 3 of 6 uploads were not finite: left out\n"
     assert of_clients({}, order)[0].tolist() == [*order]
-    with pytest.raises(UserError, match="training diverged in round 7: lower --lr"):
+    with pytest.raises(UserError, match="diverged in round 7"):
         of_clients(DAMAGE, (1, 2, 4))
-
-
-def test_map_stops_at_a_result_that_is_not_finite(tiny, trainer, model):
-    def function(model, batches, autocast, own):
-        return own.expand(3)
-
-    def of_clients(*values):
-        each = {"own": torch.tensor(values)}
-        samples, ids = tiny.train.split(40), torch.arange(3)
-        return trainer.map(function, model, get_weights(model), ids, samples, 7, each)
-
-    assert of_clients(1.0, 2.0, 3.0)[:, 0].tolist() == [1, 2, 3]
-    with pytest.raises(UserError, match="not finite: lower --lr"):
-        of_clients(1.0, torch.nan, 3.0)
 
 
 # ------------------------------------------------------------------- weights, devices and precision
@@ -309,19 +259,8 @@ def test_weights_go_to_a_vector_and_back_with_the_statistics_of_batch_norm():
     assert torch.equal(model.eval()(x), other.eval()(x))
     theta += 1
     assert not torch.equal(get_weights(model), theta), "theta is a copy"
-
-
-def test_a_models_parameters_come_before_its_buffers():
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
-    model(torch.tensor([[0.0, 2.0], [2.0, 6.0]]))
-    theta = get_weights(model)
-    assert theta[:4].tolist() == [1, 1, 0, 0]
-    assert theta[7:].tolist() == pytest.approx([0.1, 0.4, 0.9 + 0.1 * 2, 0.9 + 0.1 * 8])
-    parts = unflatten(model, theta)
-    for part, parameter in zip(parts, model.parameters(), strict=False):
-        assert torch.equal(part, parameter)
-    theta.zero_()
-    assert not any(part.any() for part in parts), "the parts are views"
+    for part, parameter in zip(unflatten(other, theta), other.parameters(), strict=False):
+        assert torch.equal(part, parameter + 1), "parameters come before the statistics"
 
 
 def test_a_device_multiplies_in_bfloat16_only_if_its_hardware_does(monkeypatch):
