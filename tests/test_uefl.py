@@ -106,12 +106,10 @@ def test_gradients_pass_straight_through_and_the_two_losses_pull_on_their_own_si
 
 
 @pytest.mark.parametrize("mean", [0.0, 100.0, -1e4])
-@pytest.mark.parametrize("at_zero", [True, False])
-def test_the_nearest_codeword_is_found_far_from_zero(mean, at_zero, rng):
+def test_the_nearest_codeword_is_found_far_from_zero(mean, rng):
     """Tokens and codewords from K-means have this mean, but the first codewords are Gaussian."""
     words = rng.normal(mean, 0.1, (48, 8))
-    if at_zero:
-        words[:8] = rng.standard_normal((8, 8))
+    words[:8] = rng.standard_normal((8, 8))
     tokens = torch.from_numpy(rng.normal(mean, 0.1, (5, 50, 16))).float()
     codebook, allowed = ExtensibleCodebook(0, 16, 2), torch.from_numpy(rng.random(48) < 0.7)
     codebook.extend(torch.from_numpy(words))
@@ -125,47 +123,13 @@ def test_the_nearest_codeword_is_found_far_from_zero(mean, at_zero, rng):
     assert (found <= distance.amin(1) + 1e-3).all()  # float32's error at 1e4
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_a_codebook_works_in_other_precisions(dtype):
-    torch.manual_seed(0)
-    codebook, tokens = ExtensibleCodebook(5, 4), torch.randn(2, 3, 4)
-    expected = codebook(tokens)[2]
-    output, loss, index = codebook.to(dtype)(tokens.to(dtype))
-    assert output.dtype == loss.dtype == dtype and torch.equal(index, expected)
-
-
-def test_a_wrong_choice_of_codewords_or_segments_is_refused():
-    for allowed in ([False, False], [1, 0], [True]):
-        with pytest.raises(ValueError, match=r"bool \[2\]"):
-            ExtensibleCodebook(2, 4)(torch.randn(1, 1, 4), torch.tensor(allowed))
-    with pytest.raises(ValueError, match="3 segments"):
-        ExtensibleCodebook(4, 8, 3)
-
-
-def codewords_of(tokens, size):
-    """Line 9 for a client with these tokens [N, d], in batches."""
-    codebook = ExtensibleCodebook(1, tokens.shape[1])
-    model = SimpleNamespace(encode=lambda x: x[:, None], codebook=codebook)
-    batches = [(part, None) for part in tokens.split(100)]
-    found = uefl.client_codewords(model, batches, nullcontext, size, random_at(0, "test"))
-    return found.view(size, -1)
-
-
-def test_new_codewords_are_the_centroids_of_the_features():
-    torch.manual_seed(0)
-    centres = torch.tensor([[10.0, 0, 0, 0], [0, 10, 0, 0], [0, 0, -10, 0]])
-    tokens = centres[:, None] + torch.randn(3, 50, 4)
-    found, means = codewords_of(tokens.view(150, 4), 3), tokens.mean(1)
-    nearest = torch.cdist(means, found).argmin(1)
-    assert sorted(nearest.tolist()) == [0, 1, 2]
-    assert torch.allclose(found[nearest], means, atol=1e-5)
-
-
-@pytest.mark.parametrize("n", [1, 3, 9])
+@pytest.mark.parametrize("n", [1, 9])
 def test_fewer_distinct_features_than_codewords_give_equal_codewords_and_no_warning(n):
+    model = SimpleNamespace(encode=lambda x: x[:, None], codebook=ExtensibleCodebook(1, 2))
+    batches = [(torch.tensor([[1.0, 2.0]]).repeat(n, 1), None)]
     with warnings.catch_warnings(action="error"):
-        found = codewords_of(torch.tensor([[1.0, 2.0]]).repeat(n, 1), 4)
-    assert torch.equal(found, torch.tensor([[1.0, 2.0]] * 4))
+        found = uefl.client_codewords(model, batches, nullcontext, 4, random_at(0, "test"))
+    assert found.view(4, 2).tolist() == [[1, 2]] * 4
 
 
 # ---------------------------------------------------------------- uncertainty and threshold
@@ -177,8 +141,6 @@ def test_entropy_is_that_of_the_mean_over_passes(rng):
     logits = rng.standard_normal((4, 30, 9)) * rng.choice([0.1, 10, 1000], (4, 30, 1))
     p = torch.from_numpy(logits).softmax(2)  # of which some are 0
     assert np.allclose(predictive_entropy(p), scipy.stats.entropy(p.mean(0), axis=1), atol=1e-12)
-    with pytest.raises(ValueError, match="passes, samples, classes"):
-        predictive_entropy(p[0])
 
 
 def test_threshold_on_a_worked_example():
@@ -201,40 +163,19 @@ def test_perplexity_counts_codewords_in_equal_use():
         assert found[2].item() == pytest.approx(perplexity)
 
 
-def test_the_uncertainty_is_the_entropy_of_softmax_or_with_dropout_of_the_mean_pass(built):
-    clients, model, trainer = built("--dropout 0")
-    theta, allowed = get_weights(model), torch.ones(3, 4, dtype=torch.bool)
-
-    def measured(model, theta, passes):
-        ids, each = clients.ids, {"allowed": allowed}
-        work = uefl.client_evaluation
-        return trainer.map(work, model, theta, ids, clients.test, 1, each, passes=passes)
-
-    for k, (entropy, accuracy, _) in enumerate(measured(model, theta, 3).tolist()):
-        x, y = trainer.batch(clients.test[k])
-        p = model(x)[0].softmax(1).detach()
-        assert entropy == pytest.approx(scipy.stats.entropy(p, axis=1).mean(), rel=1e-5)
-        assert accuracy == pytest.approx((p.argmax(1) == y).float().mean().item())
+def test_with_dropout_the_uncertainty_is_the_entropy_of_the_mean_pass(built):
     clients, model, trainer = built("--dropout 0.5")
-    one, two, many = (measured(model, get_weights(model), passes)[:, 0] for passes in (1, 2, 50))
-    assert not torch.equal(one, two)
-    assert many.mean() > one.mean(), "the entropy of a mean is above the mean of entropies"
+    theta, each = get_weights(model), {"allowed": torch.ones(3, 4, dtype=torch.bool)}
+    of_clients = model, theta, clients.ids, clients.test, 1, each
+    one, many = (trainer.map(uefl.client_evaluation, *of_clients, passes=n) for n in (1, 50))
+    assert many[:, 0].mean() > one[:, 0].mean(), "it is above the mean of entropies"
 
 
 # ---------------------------------------------------------------- the server's side
 
 
-def test_average_codewords_on_a_worked_example():
-    before = torch.tensor([[0.0], [7.0], [8.0]])
-    codewords = torch.tensor([[[1.0], [2.0], [9.0]], [[5.0], [6.0], [9.0]]])
-    allowed = torch.tensor([[True, False, False], [True, True, False]])
-    found = average_codewords(before, codewords, torch.tensor([1.0, 3.0]), allowed)
-    assert found.flatten().tolist() == [4.0, 6.0, 8.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("largest", [1.0, 60_000.0, 1e9])
-def test_average_codewords_of_any_size_and_type_is_numpys(dtype, largest, rng):
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float16, 1e9), (torch.float32, 1.0)])
+def test_average_codewords_is_numpys(dtype, largest, rng):
     codewords = torch.from_numpy(rng.standard_normal((6, 6, 4))).to(dtype)
     before, codewords = codewords[0], codewords[1:]
     allowed = torch.from_numpy(rng.random((5, 6)) < 0.6)
@@ -324,15 +265,6 @@ def test_a_whole_run_is_algorithm_1_by_hand(start, tiny):
     assert torch.allclose(kept(folder)["theta"], theta, atol=1e-4)
 
 
-@pytest.mark.parametrize("round", [3, 4])
-def test_a_codebook_that_grew_goes_on_where_it_stopped(start, start_and_stop, round):
-    folder = start(uefl, CUT + "whole")
-    start_and_stop(uefl, CUT + "cut", round, "cut")
-    start(uefl, "--resume cut")
-    assert outcome(folder / "cut") == outcome(folder / "whole")
-    assert len(torch.load(folder / "cut" / "model.pt")["codebook.codewords"]) > 4
-
-
 def test_an_infinite_threshold_never_extends_and_is_vq_fedavg(start):
     folder = start(uefl, CUT + "run --gamma 1e9")
     start(uefl, CUT + "vq --iterations 1")
@@ -354,7 +286,6 @@ def test_without_a_codebook_it_is_fedavg(start):
     ("ablation", "has_ood"),
     [
         ("--no-token-norm --segments 4 --iterations 1", False),
-        ("--partition domain --test-domain 90 --clients 3", True),
         ("--partition dirichlet --dirichlet 1 --clients 4 --participating 4 --sample 2", True),
     ],
 )
@@ -364,11 +295,3 @@ def test_ablations_run(start, ablation, has_ood):
         assert 0 <= float(row["mA"]) <= 1 and float(row["mE"]) > 0
         assert 1 <= float(row["mP"]) <= max(int(v) for v in row["codewords"].split())
         assert bool(row.get("ood_accuracy")) == has_ood
-
-
-def test_the_baselines_train_for_as_many_rounds(start):
-    folder = start(uefl, CUT.replace("--no-compare", "") + "run")
-    rows = {name: read_rows(folder / f"run{name}") for name in ("", "-static", "-fedavg")}
-    assert {len(found) for found in rows.values()} == {4}
-    assert {row["codewords"] for row in rows["-static"]} == {"4 4 4"}
-    assert "mP" not in rows["-fedavg"][0]
