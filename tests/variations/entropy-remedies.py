@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from by_hand import kept, prepared, selections
+from by_hand import prepared, selections
 from conftest import read_rows
 
 import entropy_weighting
@@ -20,15 +20,7 @@ def test_cosine_weights_on_a_worked_example():
     assert found.tolist() == pytest.approx([power / sum(powers) for power in powers])
 
 
-def test_the_cosine_weighs_the_updates(start):
-    ends = []
-    for kind in ("cosine", "entropy"):
-        folder = start(entropy_weighting, CUT + f"--weighting {kind} --out {kind}")
-        ends.append(kept(folder / kind)["w"])
-    assert not torch.allclose(*ends, atol=1e-4)
-
-
-@pytest.mark.parametrize(("share", "left"), [(0.5, 3), (0.6, 3), (0.2, 5), (0.0, 6)])
+@pytest.mark.parametrize(("share", "left"), [(0.5, 3), (0.2, 5), (0.0, 6)])
 def test_clients_with_the_largest_entropy_never_train(start, share, left):
     more = f"--expel {share} --sample {left} --out run"
     rows = read_rows(start(entropy_weighting, CUT + more) / "run")
@@ -39,10 +31,6 @@ def test_clients_with_the_largest_entropy_never_train(start, share, left):
     assert selections(rows) == [expected] * 3
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [("--expel 0.1", "is less than one"), ("--expel 0.5 --sample 4", "only 3 clients are left")],
-)
-def test_shares_that_make_no_sense_are_refused(start, words, says):
-    with pytest.raises(UserError, match=says):
-        start(entropy_weighting, CUT + words)
+def test_more_clients_than_are_left_are_refused(start):
+    with pytest.raises(UserError, match="only 3 clients are left"):
+        start(entropy_weighting, CUT + "--expel 0.5 --sample 4")

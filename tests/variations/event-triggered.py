@@ -14,7 +14,6 @@ CUT += "--clients 8 --participating 6 --sample 3 --rounds 5 --no-compare "
 @pytest.mark.parametrize(
     ("method", "threshold", "fewest", "most"),
     [
-        (minimax_select, 0, 15, 15),
         (minimax_select, 0.3, 1, 14),
         (convex_hull_select, 0.3, 1, 14),
         (convex_hull_select, 1e9, 0, 0),

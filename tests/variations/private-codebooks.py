@@ -1,6 +1,6 @@
 import torch
 from by_hand import kept, prepared
-from conftest import outcome, read_rows
+from conftest import read_rows
 
 import uefl
 from common import splits
@@ -66,10 +66,3 @@ def test_each_client_trains_its_own_copy_of_the_first_codebook(start):
     words = ends[:, : 4 * 8]
     assert torch.allclose(found, torch.cat([words.flatten(), ends[:, 32:].mean(0)]), atol=1e-5)
     assert not torch.allclose(words[0], words[1], atol=1e-3), "the copies go different ways"
-
-
-def test_a_run_that_was_stopped_goes_on(start, start_and_stop):
-    folder = start(uefl, CUT + "--iterations 2 --out whole")
-    start_and_stop(uefl, CUT + "--iterations 2 --out cut", 3, "cut")
-    start(uefl, "--resume cut")
-    assert outcome(folder / "cut") == outcome(folder / "whole")

@@ -3,11 +3,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from by_hand import prepared
-from conftest import make_tiny, read_rows, settings
+from conftest import make_tiny, settings
 
 import common.data
-import fedavg
 from common import UserError, random_at
 from common.models import build
 from common.splits import deal
@@ -84,20 +82,6 @@ def test_leafs_character_model_has_its_size_and_formula():
     assert np.allclose(small(x).detach().numpy(), h), "the output after the last character"
 
 
-def test_a_model_learns_which_character_comes_next(start, monkeypatch, tmp_path):
-    """In abcabc... the last character says the next one; a constant guess is right in a third."""
-    text = "".join(f"S{s}:\n{'abc' * 240}\n\n" for s in range(5))
-    (tmp_path / "play.txt").write_text(text)
-    monkeypatch.setattr(common.data, "load", load)
-    words = "--dataset play.txt --width 0.0625 --local-epochs 3 --batch-size 10 --optimizer adam "
-    words += "--lr 0.03 --sample 2 --rounds 3 --no-compare "
-    folder = start(fedavg, words + "--out run") / "run"
-    assert float(read_rows(folder)[-1]["ood_accuracy"]) > 0.9
-    data, *_, trainer, _ = prepared(fedavg, words)
-    x, y = trainer.batch(torch.tensor([3, 1]))
-    assert torch.equal(x, data.x[[3, 1]].long()) and torch.equal(y, data.y[[3, 1]]), "codes"
-
-
 def test_what_does_not_fit_is_refused(tmp_path):
     (tmp_path / "novel.txt").write_text("Call me Ishmael. " * 100)
     with pytest.raises(UserError, match="Speaker"):
@@ -105,16 +89,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(UserError, match="LEAF"):
         load(str(tmp_path / "bad.json"))
-    text = play(tmp_path, 2)[0]
-    for data, flags in (
-        (text, {"partition": "dirichlet"}),
-        (text, {"partition": "speaker", "test_domain": "SPEAKER 0"}),
-        (make_tiny(), {"partition": "speaker"}),
-    ):
+    for data, partition in ((play(tmp_path, 2)[0], "dirichlet"), (make_tiny(), "speaker")):
         with pytest.raises(UserError, match="--partition speaker is for text"):
-            deal(data, settings(**flags))
-    with pytest.raises(UserError, match="--rotate is for images"):
-        load(str(tmp_path / "play.txt"), rotate=(0, 90))
-    for name, shape in (("charrnn", (1, 28, 28)), ("cnn", (80,))):
-        with pytest.raises(UserError, match="choose charrnn for text"):
-            build(name, shape, 5)
+            deal(data, settings(partition=partition))
+    with pytest.raises(UserError, match="choose charrnn for text"):
+        build("cnn", (80,), 5)

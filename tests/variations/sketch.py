@@ -2,7 +2,7 @@ import pytest
 import torch
 from by_hand import break_client, kept, selections
 from common.sketch import sketch
-from conftest import outcome, read_rows
+from conftest import read_rows
 
 import convex_hull_select
 import minimax_select
@@ -20,9 +20,9 @@ def test_each_coordinate_is_added_to_one_sum_with_a_random_sign():
     assert torch.allclose(sketch(x, 50), x @ sketches, atol=1e-4), "a sketch is linear"
 
 
-@pytest.mark.parametrize("size", [256, 4096])
-def test_a_sketch_keeps_the_cosines_up_to_its_error_bound(size):
+def test_a_sketch_keeps_the_cosines_up_to_its_error_bound():
     torch.manual_seed(0)
+    size = 1024
     g = torch.randn(20_000) + torch.randn(6, 20_000)
     error = (minimax_select.cosines(sketch(g, size)) - minimax_select.cosines(g)).abs().max()
     assert 0 < error < 4 / size**0.5, "four standard deviations"
@@ -37,10 +37,3 @@ def test_a_client_that_always_uploads_nan_is_left_out(start, monkeypatch, method
     assert table.shape == (6, 64)
     assert table.any(1).tolist() == [True, True, False, True, True, True]
     assert [2] not in selections(read_rows(folder))
-
-
-def test_a_run_that_was_stopped_goes_on(start, start_and_stop):
-    folder = start(minimax_select, CUT + "--sample 4 --out whole")
-    start_and_stop(minimax_select, CUT + "--sample 4 --out cut", 2, "cut")
-    start(minimax_select, "--resume cut")
-    assert outcome(folder / "cut") == outcome(folder / "whole")
