@@ -90,11 +90,3 @@ def test_vgg16_has_batch_norm_and_the_parameters_of_zhangs_table_11(tmp_path, mo
         found = ours.train(training).features(image * 2 - 1)
         expected = theirs.features.train(training)(NORMALISE(image))
         assert torch.allclose(found, expected, atol=1e-4)
-
-
-def test_pooling_before_relu_is_the_cnn_of_the_paper():
-    model = build("cnn", (1, 28, 28), 10, width=0.25)
-    conv1, pool1, relu1, conv2, pool2, relu2 = model.features
-    x = torch.rand(3, 1, 28, 28)
-    paper = pool2(relu2(conv2(pool1(relu1(conv1(x))))))
-    assert torch.equal(model.features(x), paper)

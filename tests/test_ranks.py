@@ -218,11 +218,3 @@ def test_cores_are_those_that_the_container_may_use(monkeypatch, limit, expected
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(Path, "read_text", lambda self: limit)
     assert cores() == expected
-
-
-def test_work_is_shared_out_as_in_a_worked_example(monkeypatch):
-    monkeypatch.setattr(ranks, "COUNT", 2)
-    # rank 0 gets 9, rank 1 gets 7 and 5, rank 0 gets 3; both have 12, so rank 0 gets the next 3
-    for rank, mine in ((0, [5, 3, 4]), (1, [0, 2, 1])):
-        monkeypatch.setattr(ranks, "RANK", rank)
-        assert ranks.share_out([7, 1, 5, 3, 3, 9]) == mine

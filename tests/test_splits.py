@@ -7,7 +7,7 @@ from conftest import settings
 
 from common import UserError, random_at
 from common.data import Dataset
-from common.splits import by_domain, deal, dirichlet, draw, hold_out, label_counts
+from common.splits import by_domain, deal, dirichlet, draw, hold_out
 
 
 @pytest.fixture
@@ -77,12 +77,6 @@ def test_hold_out(rng):
     train, test = hold_out(parts, 0.2, rng)
     assert [len(t) for t in train] == [80, 1] and [len(t) for t in test] == [20, 1]
     assert all(all_once([a, b], p) for a, b, p in zip(train, test, parts, strict=True))
-
-
-def test_label_counts_on_a_worked_example(tiny):
-    tiny.y[:4] = torch.tensor([0, 2, 2, 1])
-    clients = [torch.tensor([0, 1, 2]), torch.tensor([3])]
-    assert label_counts(tiny, clients).tolist() == [[1, 0, 2], [0, 1, 0]]
 
 
 # ---------------------------------------------------------------- random draws

@@ -8,7 +8,6 @@ from conftest import settings
 from common import UserError, random_at
 from common.devices import pick_precision, seeded
 from common.models import build
-from common.splits import Clients
 from common.train import (
     get_weights,
     local_solver,
@@ -167,39 +166,6 @@ def test_evaluation_uses_the_weights_and_the_test_sets_that_it_is_given(tiny, tr
     assert found["rare_accuracy"] == pytest.approx(share(tiny.test[:7]))
     ones = (tiny.y[tiny.test[30:]] == 1).sum().item()
     assert found["predicted"].tolist() == [0, 30, 0] and found["hits"].tolist() == [0, ones, 0]
-
-
-def test_map_returns_a_row_per_client_in_order_and_shows_each_sample_once(tiny, trainer, model):
-    theta, calls = get_weights(model) + 1, []
-
-    def function(model, batches, autocast, own, same):
-        x, y = (torch.cat(part) for part in zip(*batches, strict=True))
-        calls.append((model.training, torch.equal(get_weights(model), theta)))
-        return torch.cat([x.flatten(), y, torch.tensor([own, same])])
-
-    trainer.chunk = 7  # several batches, the last of them smaller
-    samples = [tiny.train[:20], tiny.test[20:40], tiny.train[40:60]]
-    ids, each = torch.tensor([2, 0, 1]), {"own": [1.0, 2.0, 3.0]}
-    found = trainer.map(function, model.train(), theta, ids, samples, 1, each, same=9.0)
-    assert calls == [(False, True)] * 3, "the model evaluates, with the weights theta"
-    for row, k in zip(found, ids, strict=True):
-        x = (tiny.x[samples[k]].float() / 127.5 - 1).flatten()
-        expected = torch.cat([x, tiny.y[samples[k]], torch.tensor([k + 1.0, 9.0])])
-        assert torch.allclose(row, expected)
-
-
-def test_what_map_draws_belongs_to_the_client_and_the_round(tiny, trainer, model):
-    def drawn(ids, t):
-        def function(model, batches, autocast):
-            return torch.rand(3)
-
-        return trainer.map(function, model, get_weights(model), ids, tiny.train.split(40), t)
-
-    before, all_three = torch.get_rng_state(), drawn(torch.arange(3), 1)
-    alone, later = (drawn(torch.tensor([1]), t) for t in (1, 2))
-    assert torch.equal(alone[0], all_three[1]) and len(all_three.unique()) == 9
-    assert not torch.equal(later, alone)
-    assert torch.equal(torch.get_rng_state(), before), "the global generator stays as it was"
 
 
 # ------------------------------------------------------------------------------- what is not finite

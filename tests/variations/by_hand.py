@@ -26,14 +26,3 @@ def kept(folder):
 def selections(rows):
     """The clients selected in each round."""
     return [[int(k) for k in row["selected"].split()] for row in rows]
-
-
-def break_client(monkeypatch, broken):
-    """From now on, this client has NaN in its pictures and so in each of its uploads."""
-    batches = Trainer._batches
-
-    def with_nan(self, k, *args):
-        for x, y in batches(self, k, *args):
-            yield (x * torch.nan if k == broken else x), y
-
-    monkeypatch.setattr(Trainer, "_batches", with_nan)

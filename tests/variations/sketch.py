@@ -1,10 +1,6 @@
-import pytest
 import torch
-from by_hand import break_client, kept, selections
 from common.sketch import sketch
-from conftest import read_rows
 
-import convex_hull_select
 import minimax_select
 
 CUT = "--model cnn --width 0.125 --local-epochs 1 --lr 0.1 --partition dirichlet --dirichlet 0.5 "
@@ -26,14 +22,3 @@ def test_a_sketch_keeps_the_cosines_up_to_its_error_bound():
     g = torch.randn(20_000) + torch.randn(6, 20_000)
     error = (minimax_select.cosines(sketch(g, size)) - minimax_select.cosines(g)).abs().max()
     assert 0 < error < 4 / size**0.5, "four standard deviations"
-
-
-@pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
-def test_a_client_that_always_uploads_nan_is_left_out(start, monkeypatch, method):
-    """In line 1 it trains alone here, because one client trains at a time."""
-    break_client(monkeypatch, 2)
-    folder = start(method, CUT + "--sample 1 --out run") / "run"
-    table = kept(folder)["table"]
-    assert table.shape == (6, 64)
-    assert table.any(1).tolist() == [True, True, False, True, True, True]
-    assert [2] not in selections(read_rows(folder))
