@@ -298,11 +298,11 @@ def test_a_run_does_not_go_on_with_other_flags_data_or_code(
 
 def test_a_damaged_checkpoint_is_refused(start, whole, launched):
     file = whole(fedavg) / "checkpoint.pt"
-    damage = file.read_bytes()[:-1]
-    file.write_bytes(damage)
-    code, lines = launched(fedavg, lambda: start(fedavg, "--resume whole"))
-    assert code == 2 and len(lines) == 1 and "checkpoint.pt cannot be read" in lines[0], lines
-    assert file.read_bytes() == damage
+    for damage in (file.read_bytes()[:-1], b"no checkpoint"):
+        file.write_bytes(damage)
+        code, lines = launched(fedavg, lambda: start(fedavg, "--resume whole"))
+        assert code == 2 and len(lines) == 1 and "checkpoint.pt cannot be read" in lines[0], lines
+        assert file.read_bytes() == damage
 
 
 @pytest.mark.parametrize(

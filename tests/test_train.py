@@ -8,6 +8,7 @@ from conftest import settings
 from common import UserError, random_at
 from common.devices import pick_precision, seeded
 from common.models import build
+from common.splits import Clients
 from common.train import (
     get_weights,
     local_solver,
@@ -166,6 +167,18 @@ def test_evaluation_uses_the_weights_and_the_test_sets_that_it_is_given(tiny, tr
     assert found["rare_accuracy"] == pytest.approx(share(tiny.test[:7]))
     ones = (tiny.y[tiny.test[30:]] == 1).sum().item()
     assert found["predicted"].tolist() == [0, 30, 0] and found["hits"].tolist() == [0, ones, 0]
+
+
+def test_what_map_draws_belongs_to_the_client_and_the_round(tiny, trainer, model):
+    def function(model, batches, autocast):
+        return torch.rand(3)
+
+    def drawn(ids, t):
+        return trainer.map(function, model, get_weights(model), ids, tiny.train.split(40), t)
+
+    all_three, one = drawn(torch.arange(3), 1), torch.tensor([1])
+    assert torch.equal(drawn(one, 1)[0], all_three[1]) and len(all_three.unique()) == 9
+    assert not torch.equal(drawn(one, 2)[0], all_three[1])
 
 
 # ------------------------------------------------------------------------------- what is not finite
