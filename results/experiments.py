@@ -6,8 +6,8 @@
 
 A run is in runs/experiments/NAME/SEED, and those of its baselines are in SEED-BASELINE. It has
 ended when its folder has a file `exit`, with its exit code; a run that was stopped continues. To
-repeat one, remove its lines from the CSV, which the first word of NAME names, and its folder. If it
-needs a variation, it runs in a copy of the code with docs/variations/NAME.diff.
+repeat one, remove its lines from the CSV, which the first word of NAME names, and its folder. All
+run in copies of the code; if an experiment needs a variation, docs/variations/NAME.diff is applied.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,7 +24,11 @@ from common import UserError, ranks
 from results.tables import RESULTS, read, read_csv
 
 ROOT = RESULTS.parent
-EXPERIMENTS = {row["experiment"]: row for row in read_csv(RESULTS / "experiments.csv")}
+EXPERIMENTS = {
+    (row["experiment"], seed): row
+    for row in read_csv(RESULTS / "experiments.csv")
+    for seed in row["seeds"].split()
+}
 
 
 def csv_of(name):
@@ -31,16 +36,23 @@ def csv_of(name):
     return RESULTS / f"{name.split('/')[0]}.csv"
 
 
-def run(folder, name, seed):
-    """Runs an experiment with this seed in a copy of the code, or continues it."""
-    variation, command = EXPERIMENTS[name]["variation"], EXPERIMENTS[name]["command"]
+def recorded(name, seed):
+    """The lines of a run in its CSV, without what its first line says about it, or []."""
+    lines = read(csv_of(name)).get(name, {}).get(int(seed), [])
+    return [[*line.values()][4:] for line in lines]
+
+
+def run(folder, job):
+    """Runs an experiment with a seed in a copy of the code, or continues it. Returns the two."""
+    name, seed = job
+    _, _, variation, command = EXPERIMENTS[job].values()
     out = folder / name / seed
     out.mkdir(parents=True, exist_ok=True)
     words = [*command.split(), "--seed", seed, "--out", out]
     if (out / "args.json").exists():
         words = [words[0], "--resume", out]
     words = [sys.executable, *words, "--processes", "1", "--data-dir", ROOT / "data"]
-    with TemporaryDirectory() as code, (out.parent / f"{seed}.log").open("a") as log:
+    with TemporaryDirectory() as code, Path(f"{out}.log").open("a") as log:
         not_code = shutil.ignore_patterns(".*", "runs", "data", "results")
         shutil.copytree(ROOT, code, ignore=not_code, dirs_exist_ok=True)
         if variation:
@@ -49,7 +61,11 @@ def run(folder, name, seed):
         exit_code = subprocess.run(words, cwd=code, stdout=log, stderr=log).returncode
     (out / "exit").write_text(str(exit_code))
     if exit_code:
-        print(f"{name}, seed {seed}: failed, try {command} --seed {seed}", flush=True)
+        print(
+            f"{name}, seed {seed}: failed, see {out}.log, or try {command} --seed {seed}",
+            flush=True,
+        )
+    return job
 
 
 def lines(label, seed, out, columns):
@@ -61,9 +77,9 @@ def lines(label, seed, out, columns):
         selected = row["selected"].split()
         so_far.update(selected)
         row |= {"clients": str(len(selected)), "clients_so_far": str(len(so_far))}
-        cells = [row.get(column, "") for column in columns[5:]]
-        if any(cells):
-            found.append([*first, row["round"], *cells])
+        cells = [row.get(column, "") for column in columns[4:]]
+        if any(cells[1:]):  # the first one is the round
+            found.append([*first, *cells])
             first = [""] * 4
     return found
 
@@ -76,22 +92,21 @@ def record(folder, name, seed):
     file, out = csv_of(name), folder / name / seed
     if not (out / "exit").exists() or (out / "exit").read_text() != "0":
         return False
-    recorded, text, same = read(file), file.read_text(), True
+    text, words = file.read_text(), []
     columns = text.split("\n")[0].split(",")
     for one in [out, *sorted(out.parent.glob(f"{seed}-*"))]:
-        label, word = name + one.name.removeprefix(seed), "recorded"
-        now = lines(label, seed, one, columns)
-        if then := recorded.get(label, {}).get(int(seed)):
-            repeats = [[*line.values()][4:] for line in then] == [line[4:] for line in now]
-            word = "repeats" if repeats else "differs"
-            same &= repeats
+        label = name + one.name.removeprefix(seed)
+        then, now = recorded(label, seed), lines(label, seed, one, columns)
+        if then:
+            words.append("repeats" if then == [line[4:] for line in now] else "differs")
         else:
+            words.append("recorded")
             text += "".join(",".join(line) + "\n" for line in now)
-        print(f"{label}, seed {seed}: {word}", flush=True)
+        print(f"{label}, seed {seed}: {words[-1]}", flush=True)
     part = file.with_suffix(".part")
     part.write_text(text)
     part.replace(file)
-    return same
+    return "differs" not in words
 
 
 def main():
@@ -100,27 +115,19 @@ def main():
     parser.add_argument("--runs", type=Path, help="only record what has finished in this folder")
     parser.add_argument("--check", nargs=2, metavar=("NAME", "SEED"), help="run it again")
     args = parser.parse_args()
-    jobs = []
-    for name, row in EXPERIMENTS.items():
-        recorded = read(csv_of(name)).get(name, {})
-        for seed in row["seeds"].split():
-            new = name.startswith(tuple(args.names)) and int(seed) not in recorded
-            if [name, seed] == args.check or (new and not args.check):
-                jobs.append((name, seed))
+    if args.check:
+        jobs = [job for job in EXPERIMENTS if [*job] == args.check]
+    else:
+        chosen = [job for job in EXPERIMENTS if job[0].startswith(tuple(args.names))]
+        jobs = [job for job in chosen if not recorded(*job)]
     if not jobs:
         raise UserError("there is no such experiment, or it is recorded: see experiments.csv")
     jobs.sort(key=lambda job: int(job[1]))  # seed by seed
-
     with TemporaryDirectory() as again, ThreadPoolExecutor(2) as two:
         folder = Path(again) if args.check else args.runs or ROOT / "runs/experiments"
-
-        def work(job):
-            if not args.runs:
-                run(folder.resolve(), *job)
-            return job
-
-        same = [record(folder, *job) for job in two.map(work, jobs)]
-    sys.exit(not all(same))
+        finished = jobs if args.runs else two.map(partial(run, folder), jobs)
+        same = [record(folder, *job) for job in finished]
+    sys.exit(args.check and not all(same))
 
 
 if __name__ == "__main__":

@@ -78,44 +78,46 @@ def table(rows):
     """Method and baseline, seed by seed."""
     lines = [["", "method", "baseline", "difference", "seeds", "the paper", "at the paper's level"]]
     for c in rows:
-        both = [pm(side, c.column) for side in c.sides()]
+        method, baseline = (pm(side, c.column) for side in c.sides())
         difference = with_interval(c.difference(), c.column)
         if c.measure == "ratio":
-            both = ["", ""]
-            difference = "{:.2f} ({:.2f} to {:.2f}) times".format(*np.exp(interval(c.difference())))
+            mean, low, high = np.exp(interval(c.difference()))
+            method = baseline = ""
+            difference = f"{mean:.2f} ({low:.2f} to {high:.2f}) times"
         seeds = f"{len(c.common)}" + f": {c.common[0]}-{c.common[-1]}" * bool(c.seeds)
         paper = f"{effect(c)}, p {c.welch(c.difference()):.3f}" if c.paper else ""
-        lines.append([c.label, *both, difference, seeds, paper, at_level(c)])
+        lines.append([c.label, method, baseline, difference, seeds, paper, at_level(c)])
     return without_empty_columns(lines)
 
 
-def draw(file, rows, columns):
+def draw(file, rows):
     """A panel for each comparison: both sides over the rounds, and what the paper reports."""
-    height = len(rows) // columns
-    with plots.drawn(file, 3.4 * columns, 2.9 * height) as figure:
-        panels = figure.subplots(height, columns).flat
-        for axes, c in zip(panels, rows, strict=True):
+    width = min(len(rows), 3)
+    height = len(rows) // width
+    with plots.drawn(file, 3.4 * width, 2.9 * height) as figure:
+        for axes, c in zip(figure.subplots(height, width).flat, rows, strict=True):
             names, _, title = c.label.partition(": ")
-            rounds, values = c.curves()
             for k, name in enumerate(names.split(", not ")):
-                mean, deviation = values[:, k].mean(1), values[:, k].std(1, ddof=1)
-                low, high, colour = mean - deviation, mean + deviation, plots.COLOURS[k]
-                axes.plot(rounds, mean, plots.LINES[k], color=colour, label=name)
-                axes.fill_between(rounds, low, high, color=colour, alpha=0.18, lw=0)
+                values = c.over_experiments(c.values)[k]
+                mean, deviation = values.mean(0), values.std(0, ddof=1)
+                colour, band = plots.COLOURS[k], (mean - deviation, mean + deviation)
+                axes.plot(c.rounds, mean, plots.LINES[k], color=colour, label=name)
+                axes.fill_between(c.rounds, *band, color=colour, alpha=0.18, lw=0)
                 if c.paper:
                     axes.axhline(c.paper_means[k], color=colour, ls=":", lw=1)
-            percent = in_percent(c.column)
-            axes.set(title=title, xlabel="round", ylabel="percent" if percent else "")
-            axes.legend(loc="best", fontsize=8)
+            axes.set(title=title, xlabel="round", ylabel="percent" * in_percent(c.column))
+            axes.legend(fontsize=8)
 
 
 def main():
-    pages = comparisons()
-    for page, blocks in pages.items():
-        build(RESULTS / f"../{page}.md", {name: table(rows) for name, rows in blocks.items()})
-    rows, wu, fediir, _ = pages["results/README"].values()
+    blocks = comparisons()
+    for (page, name), rows in blocks.items():
+        build(RESULTS / f"../{page}.md", {name: table(rows)})
+    rows = blocks["results/README", "main"]
     header = ["", "the paper", "first half of the rounds", "the end", "at the paper's level"]
     build(RESULTS / "../README.md", {"eight-rows": [header, *map(answers, rows)]})
-    draw(RESULTS / "uefl.png", rows[:2], 2)
-    draw(RESULTS / "fediir.png", [rows[2], *(c for c in fediir if c.measure)], 2)
-    draw(RESULTS / "wu.png", [*rows[3:], next(c for c in wu if c.paper)], 3)
+    draw(RESULTS / "uefl.png", rows[:2])
+    spread_of_gradients = [c for c in blocks["results/README", "fediir"] if c.measure]
+    draw(RESULTS / "fediir.png", [rows[2], *spread_of_gradients])
+    cifar10_weights = [c for c in blocks["results/README", "wu"] if c.paper]
+    draw(RESULTS / "wu.png", rows[3:] + cifar10_weights[:1])

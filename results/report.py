@@ -15,47 +15,42 @@ from pathlib import Path
 import numpy as np
 
 from common import UserError, first_line, ranks
-from results.tables import (
-    last_five,
-    pm,
-    read_csv,
-    series,
-    with_interval,
-    without_empty_columns,
-)
+from results.tables import pm, read_csv, series, with_interval, without_empty_columns
 
-COLUMNS = [
-    "id_accuracy", "ood_accuracy", "rare_accuracy", "neutral_accuracy", "turned_accuracy",
-    "mA", "mE", "train_loss",
-]  # fmt: skip
-NOT_COMPARED = ("seed", "out", "resume", "device", "data_dir", "processes", "compare", "name")
-Runs = dict[int, np.ndarray]  # seed -> means of the last five evaluations [columns], or nan
+ACCURACIES = "id_accuracy ood_accuracy rare_accuracy neutral_accuracy turned_accuracy"
+COLUMNS = [*ACCURACIES.split(), "mA", "mE", "train_loss"]
+NOT_COMPARED = ["seed", "out", "resume", "device", "data_dir", "processes", "compare", "name"]
 
 
 def read(folder):
-    """The run in this folder: its name, its seed, flags that its other seeds share, its numbers."""
+    """The run in this folder: its name, seed, flags that its other seeds share, and numbers.
+
+    A number is the mean of the last five evaluations of a column, or nan.
+    """
     try:
         flags = json.loads((folder / "args.json").read_text())["flags"]
         name, seed = flags["name"], int(flags["seed"])
         rows = read_csv(folder / "metrics.csv")
         found = [series(rows, column) for column in COLUMNS]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except Exception as e:  # a damaged file can raise any type
         raise UserError(f"{folder} is not the folder of a run ({first_line(e)})") from e
     if folder.name.endswith("-" + name.lower().replace(" ", "-")):
         flags.pop("rounds")  # a baseline has those of its method, which can depend on the seed
     shared = [(flag, str(flags[flag])) for flag in sorted(flags) if flag not in NOT_COMPARED]
-    ends = [last_five(values) if values else np.nan for values in found]
+    ends = [np.mean([*values.values()][-5:]) if values else np.nan for values in found]
     return f"{name} ({flags['method']})", seed, shared, np.array(ends)
 
 
 def group(folders):
-    """The finished runs, by their names and the flags in which runs of that name differ."""
-    found = {}
-    for folder in dict.fromkeys(folder.resolve() for folder in folders):
+    """The numbers of the finished runs: label -> seed -> [columns].
+
+    A label is the runs' name and those flags in which runs of that name differ.
+    """
+    found = {}  # (name, *flags) -> seed -> [columns]
+    for folder in dict.fromkeys(folders):
         name, seed, flags, ends = read(folder)
         if not (folder / "model.pt").exists():
-            count = len(read_csv(folder / "metrics.csv"))
-            print(f"left out {folder}: not finished, {count} rounds so far", file=sys.stderr)
+            print(f"left out {folder}: not finished", file=sys.stderr)
             continue
         runs = found.setdefault((name, *flags), {})
         if seed in runs:
@@ -92,18 +87,17 @@ def table(named):
 def main():
     folders = []
     for word in sys.argv[1:]:
-        below = sorted(file.parent for file in Path(word).rglob("metrics.csv"))
-        if not below:
+        files = sorted(Path(word).resolve().rglob("metrics.csv"))
+        if not files:
             raise UserError(f"no runs in {word}: give folders with metrics.csv")
-        folders += below
+        folders += [file.parent for file in files]
     named = group(folders)
     if not named:
         raise UserError("no finished runs: give folders in which runs have left model.pt")
     lines = table(named)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        print("  ".join(cells).rstrip())
+        print("  ".join(map(str.ljust, line, widths)).rstrip())
     print("±: standard deviation over the seeds; brackets: 95 % interval of paired differences")
 
 

@@ -3,14 +3,13 @@
 A CSV of runs has a line per round, with some columns of metrics.csv. A run's first line also says
 which experiment and seed it is, which code made it, and with which version of torch. Here a run is
 the list of its lines, each a dict of texts. Its *series* of a column is a dict: round -> number.
-A *measure* is a function that makes one number of a series.
+A *measure* is a function that says of rounds [n] the mean of which of them counts, as indices.
 """
 
 import csv
 import fnmatch
 import re
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +20,10 @@ from common import UserError
 from common.compare import interval
 
 RESULTS = Path(__file__).parent
-IN_PERCENT = ("accuracies", "rare_", "turned_", "id_", "ood_", "neutral_", "mA")
 
 
 def read_csv(file):
-    with file.open(encoding="utf-8") as f:
-        return list(csv.DictReader(f))
+    return list(csv.DictReader(file.read_text(encoding="utf-8").splitlines()))
 
 
 def read(file):
@@ -63,20 +60,11 @@ def series(run, column):
 
 def around(level, count=5):
     """The measure that is the mean of the `count` evaluations that are nearest to a round."""
-
-    def measure(values):
-        nearest = sorted(values, key=lambda t: abs(t - level))[:count]
-        return np.mean([values[t] for t in nearest])
-
-    return measure
+    return lambda rounds: abs(rounds - level).argsort(kind="stable")[:count]
 
 
-last_five = around(10**9)
-whole_run = around(0, count=10**9)
-
-
-def first_half(values):
-    return around(0, len(values) // 2)(values)
+def first_half(rounds):
+    return np.arange(len(rounds) // 2)
 
 
 def spread(text):
@@ -108,46 +96,43 @@ class Comparison:
     paper_baseline: str
 
     def load(self, runs):
-        """Finds the seeds, the series found[side][seed][experiment], and the paper's numbers."""
+        """Finds self.values [method or baseline, seed, experiment, round], and other numbers."""
         patterns = (self.method, self.baseline)
         sides = [[runs[name] for name in fnmatch.filter(runs, pattern)] for pattern in patterns]
         assert all(sides), f"comparisons.csv: there are no runs for {self.label}"
         low, high = map(int, (self.seeds or "0-999").split("-"))
-        shared = set.intersection(*map(set, sides[0] + sides[1]))
-        self.common = sorted(shared.intersection(range(low, high + 1)))
-        self.found = [
+        self.common = sorted(set(range(low, high + 1)).intersection(*sides[0], *sides[1]))
+        found = [
             [[series(of_seeds[seed], self.column) for of_seeds in side] for seed in self.common]
             for side in sides
         ]
+        self.rounds = np.array([*found[0][0][0]])  # all runs of a comparison have the same rounds
+        self.values = np.array([[[[*run.values()] for run in of] for of in side] for side in found])
         papers = [spread(self.paper), spread(self.paper_baseline)]
         self.paper_means, self.paper_deviations = np.array(papers).T
         self.effect = self.paper_means[0] - self.paper_means[1]
         self.sign = -1 if self.column == "mE" else 1  # uncertainty is to fall
 
+    def over_experiments(self, values):
+        """The mean over the experiments: [2, seeds, experiments, ...] becomes [2, seeds, ...]."""
+        return gmean(values, axis=2) if self.measure == "ratio" else values.mean(2)
+
     def sides(self, measure=None):
         """A measure of the method's and the baseline's runs [2, seeds]."""
-        measure = measure or (whole_run if self.measure else last_five)
-        mean = gmean if self.measure == "ratio" else np.mean
-        return np.array([[mean([*map(measure, of)]) for of in side] for side in self.found])
+        measure = measure or around(10**9, 10**9 if self.measure else 5)
+        return self.over_experiments(self.values[..., measure(self.rounds)].mean(-1))
 
     def difference(self, measure=None):
         """Method minus baseline, seed by seed [seeds]; for a ratio, the logarithm of it."""
         method, baseline = self.sides(measure)
         return np.log(method / baseline) if self.measure == "ratio" else method - baseline
 
-    def curves(self):
-        """The rounds that all runs have, and both sides over them [rounds, 2, seeds]."""
-        every = [set(values) for side in self.found for of in side for values in of]
-        rounds = sorted(set.intersection(*every))
-        return rounds, np.array([self.sides(itemgetter(t)) for t in rounds])
-
     def level(self):
         """The first round around which the baseline's mean reaches what the paper's baseline has.
 
         None if it never does, or if it is then beyond by 2 points, or 0.02 nats.
         """
-        rounds, _ = self.curves()
-        for t in rounds:
+        for t in self.rounds:
             beyond = self.sign * (self.sides(around(t))[1].mean() - self.paper_means[1])
             if beyond >= 0:
                 return t if beyond < (2 if in_percent(self.column) else 0.02) else None
@@ -166,20 +151,20 @@ class Comparison:
 
 
 def comparisons():
-    """The lines of comparisons.csv: page -> block -> lines."""
-    runs, pages = {}, {}
+    """The lines of comparisons.csv: (page, block) -> lines."""
+    runs, blocks = {}, {}
     for name in ("wu", "fediir", "uefl", "examples"):
         runs |= read(RESULTS / f"{name}.csv")
     for line in read_csv(RESULTS / "comparisons.csv"):
         comparison = Comparison(**line)
         comparison.load(runs)
-        blocks = pages.setdefault(comparison.page, {})
-        blocks.setdefault(comparison.block, []).append(comparison)
-    return pages
+        blocks.setdefault((comparison.page, comparison.block), []).append(comparison)
+    return blocks
 
 
 def in_percent(column):
-    return column.startswith(IN_PERCENT)
+    """Whether a column is a share; all are but these."""
+    return column not in ("mE", "gradient_spread", "train_loss")
 
 
 def show(value, column, sign=""):
@@ -197,7 +182,8 @@ def with_interval(difference, column):
     """mean (low to high) of differences [n], which is the 95 % interval by Student's t."""
     if len(difference) < 2:
         return "".join(show(value, column, "+") for value in difference)
-    return "{} ({} to {})".format(*(show(bound, column, "+") for bound in interval(difference)))
+    mean, low, high = (show(value, column, "+") for value in interval(difference))
+    return f"{mean} ({low} to {high})"
 
 
 def without_empty_columns(table):
