@@ -133,11 +133,10 @@ class Trainer:
         if not finite.any():
             raise UserError(f"training diverged in round {t}: lower --lr")
         if not finite.all():
+            left_out = len(selected) - int(finite.sum())
             if ranks.RANK == 0:
-                text = (
-                    f"{int((~finite).sum())} of {len(selected)} uploads were not finite: left out"
-                )
-                tqdm.write(f"round {t}: {text}", file=sys.stderr)
+                text = f"round {t}: {left_out} of {len(selected)} uploads were not finite: left out"
+                tqdm.write(text, file=sys.stderr)
             selected, rows = selected[finite.cpu()], rows[finite]
         return selected, rows[:, :-1], rows[:, -1]
 
