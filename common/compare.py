@@ -102,8 +102,8 @@ def run_all(args, federate, label, changes, plans, prediction, shows_in) -> Runs
     chance = 1 / len(runs[label][0].data.classes)
     plots.curves(Path(args.out) / "curves.png", rows, chance)
     report(runs, [*dict.fromkeys(plan.test_domain for plan in plans)])
-    for of_name in runs.values():
-        describe(of_name[0])
+    for name, of_name in runs.items():
+        describe(name, of_name)
     print(f"Metrics, models and pictures are in {args.out}")
     if args.is_example and len(runs) > 1:
         verdict(runs, prediction, shows_in)
@@ -156,7 +156,7 @@ def report(runs: Runs, domains: Sequence[str]) -> None:
             texts = ["{} ({} to {})".format(*map(percent, bound)) for bound in bounds]
             table.append([f"{label} - {name}{part}", *texts])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    print("\nPercent, mean of the last evaluations (up to 5), over seeds and test domains")
+    print("\nPercent, mean of the last five evaluations (rare_selected: of all), over all runs")
     for row in table:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
     if baselines and len(ends[label]) > 1:
@@ -165,23 +165,29 @@ def report(runs: Runs, domains: Sequence[str]) -> None:
     tests = {"ID": run.clients.held_out, **run.clients.tests}
     errors = [f"{98 / len(part) ** 0.5:.1f} ({name})" for name, part in tests.items()]
     chance = percent(1 / len(run.data.classes))  # 98 / sqrt(n) is 1.96 standard errors at 50 %
-    print(f"Chance: {chance}. The images are so few that a number may err by {', '.join(errors)}")
+    errors = ", ".join(errors)
+    print(f"Chance: {chance}. So few test images may move a number by {errors} points (95 %)")
 
 
-def describe(run: Run) -> None:
-    """Prints what the model does at the end, class by class, on the OOD or else the ID samples."""
-    row, classes = run.rows[-1], run.data.classes
-    if "predicted" not in row:
-        return
-    samples = run.clients.tests.get("ood", run.clients.held_out)
-    labels = torch.bincount(run.data.y[samples], minlength=len(classes)).tolist()
-    right = []
-    for name, hits, count in zip(classes[:20], row["hits"], labels, strict=False):
-        right.append(f"{name}: {percent(hits / max(count, 1))}")
-    print(f"{run.args.name}, right by class: {', '.join(right)}")
-    most, name = max(zip(row["predicted"], classes, strict=True))
-    if most > 0.9 * len(samples):
-        print(f"  It nearly always answers {name}, so its accuracy is that of a constant answer.")
+def describe(name: str, runs: Sequence[Run]) -> None:
+    """Prints what the models do at the end, class by class, on the OOD or else the ID samples."""
+    classes = runs[0].data.classes
+    hits, labels = torch.zeros(len(classes)), torch.zeros(len(classes))
+    for run in runs:
+        row = run.rows[-1]
+        if "predicted" not in row:
+            return
+        samples = run.clients.tests.get("ood", run.clients.held_out)
+        labels += torch.bincount(run.data.y[samples], minlength=len(classes))
+        hits += torch.tensor(row["hits"])
+        most, answer = max(zip(row["predicted"], classes, strict=True))
+        if most > 0.9 * len(samples):
+            print(f"{run.folder} nearly always answers {answer}: as good as a constant answer")
+    right = [f"{c}: {percent(share)}" for c, share in zip(classes, hits / labels, strict=True)]
+    print(f"{name}, right in the last round, by class: {', '.join(right[:20])}")
+    print(
+        f"  (always answering {classes[labels.argmax()]}: {percent(labels.max() / labels.sum())})"
+    )
 
 
 def verdict(runs: Runs, prediction: str, shows_in: Mapping[str, str]) -> None:

@@ -123,12 +123,13 @@ def partition(file: Path, data: Dataset, clients: Clients) -> None:
 
 
 def samples(file: Path, data: Dataset, count: int = 10) -> None:
-    """The first images of the first ten domains, one row for each, with their classes."""
+    """Images from all over the first ten domains, one row for each, with their classes."""
     width, domains = data.x.shape[3], min(len(data.domains), 10)
     with drawn(file, 0.75 * count, 1.1 * domains) as figure:
         all_axes = figure.subplots(domains, 1, squeeze=False)[:, 0]
         for d, axes in enumerate(all_axes):
-            positions = torch.nonzero(data.domain == d).flatten()[:count]
+            positions = torch.nonzero(data.domain == d).flatten()  # folders are sorted by class
+            positions = positions[torch.linspace(0, len(positions) - 1, count).long()]
             row = torch.cat([*data.x[positions]], dim=2)  # side by side
             axes.imshow(row.permute(1, 2, 0).numpy(), cmap="gray")
             middles = [width * (i + 0.5) for i in range(len(positions))]
@@ -138,11 +139,11 @@ def samples(file: Path, data: Dataset, count: int = 10) -> None:
 
 
 def heat(
-    axes: Axes, values: Tensor, colours: str, label: str = "", top: float | None = None
+    axes: Axes, values: Tensor, colours: str, label: str = "", low: float | None = 0.0
 ) -> None:
-    """A matrix as coloured squares, with a scale beside it that ends at `top`."""
+    """A matrix as coloured squares, with a scale beside it that begins at `low`."""
     image = axes.imshow(
-        values.numpy(), aspect="auto", cmap=colours, interpolation="nearest", vmax=top
+        values.numpy(), aspect="auto", cmap=colours, interpolation="nearest", vmin=low
     )
     axes.figure.colorbar(image, ax=axes, label=label)
 
@@ -161,7 +162,7 @@ def label_weights(
     with drawn(file, 7.0, 5.4) as figure:
         labels, entropy, weight = figure.subplots(3, 1, sharex=True, height_ratios=[2, 1, 1.4])
         labels.set(title="share of each class", ylabel="class")
-        heat(labels, shares.T, "Greys", top=1)
+        heat(labels, shares.T, "Greys")
         entropy.set(title="entropy of the labels (nats)")
         entropy.bar(range(len(order)), entropies[order].numpy(), color="0.5")
         for i, (name, of_clients) in enumerate(weights.items()):
@@ -198,7 +199,7 @@ def similarity(file: Path, cosines: Tensor, clients: Clients, rows: Rows) -> Non
     itself = torch.eye(len(cosines), dtype=torch.bool)
     with drawn(file, 7.6, 4.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
-        heat(left, cosines.cpu().masked_fill(itself, torch.nan), "viridis")
+        heat(left, cosines.cpu().masked_fill(itself, torch.nan), "viridis", low=None)
         left.invert_yaxis()
         left.set(title="cosine similarity of the clients' latest updates")
         left.set(xlabel="client", ylabel="client")

@@ -28,8 +28,7 @@ from common import UserError, first_line
 
 RANK, COUNT = 0, 1
 MEETING = "env://"  # where the ranks find each other
-BY_TORCHRUN = {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= set(os.environ)
-if BY_TORCHRUN:
+if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= set(os.environ):  # torchrun started this
     RANK, COUNT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 _may_fork = False
 
@@ -47,6 +46,10 @@ def launch(main: Callable[[], object]) -> None:
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
+        if (
+            COUNT > 1
+        ):  # by torchrun: first of all, so that a mistake that ends one rank is seen by the others
+            connect()
         main()
         return
     except UserError as e:
@@ -136,10 +139,10 @@ def _rank(rank: int, work: Callable[[], None], count: int, folder: Path) -> None
         raise
 
 
-def connect(device: torch.device) -> None:
-    """Connects the ranks, if there are several. Each rank has one device of this type."""
+def connect() -> None:
+    """Connects the ranks, if there are several."""
     if COUNT > 1 and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         patience = timedelta(days=7)  # one client may train for hours
         try:
             dist.init_process_group(backend, MEETING, rank=RANK, world_size=COUNT, timeout=patience)
@@ -153,7 +156,7 @@ def agree(facts: dict) -> None:
         of_ranks: list[dict] = [{}] * COUNT
         dist.all_gather_object(of_ranks, facts)
         names = [
-            name for name in facts if any(other[name] != of_ranks[0][name] for other in of_ranks)
+            name for name in facts if any(other.get(name) != facts[name] for other in of_ranks)
         ]
         if names:
             raise UserError(f"the processes differ in their {' and '.join(names)}: start all alike")

@@ -44,7 +44,8 @@ class Run:
         if args.resume and (self.folder / "checkpoint.pt").exists():
             self._restore(self.folder / "checkpoint.pt", device)
         self.begins_at = self.t
-        ranks.agree({**self.facts, "round": self.t, "seeds": vars(args).get("every")})
+        others = {"data": data.fingerprint(), "code": args.code, "round": self.t}
+        ranks.agree({**flags, **others, "seeds": vars(args).get("every")})
 
     def _restore(self, file: Path, device: torch.device) -> None:
         """Takes up what the checkpoint in this file holds."""
@@ -155,8 +156,12 @@ class Run:
             part.replace(self.folder / name)
 
     def mean_of_last(self, column: str) -> float | None:
-        """The mean of this column over the last five evaluations; None if there is none."""
-        found = [row[column] for row in self.rows if row.get(column) is not None][-5:]
+        """The mean of this column over the last five evaluations; None if there is none.
+
+        The share of rare clients among the selected is a mean over all rounds.
+        """
+        found = [row[column] for row in self.rows if row.get(column) is not None]
+        found = found if column == "rare_selected" else found[-5:]
         return sum(found) / len(found) if found else None
 
 

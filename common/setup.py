@@ -38,7 +38,7 @@ def prepare(args: Namespace, **options):
     dataset, clients, model = assemble(args, **options)
     devices.keep_freed_memory()
     device = devices.pick_device(args.device)
-    ranks.connect(device)
+    ranks.connect()
     precision = devices.pick_precision(args.precision, device)
     args = Namespace(**{**vars(args), "precision": precision})
     run = Run(args, dataset, clients, device)

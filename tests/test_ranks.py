@@ -137,8 +137,8 @@ def other_code():
 
 
 OTHERS = {
-    "seed": ("--seed 1", None, "flags"),
-    "lr": ("--lr 0.2", None, "flags"),
+    "seed": ("--seed 1", None, "seed"),
+    "lr": ("--lr 0.2", None, "lr"),
     "data": ("", other_data, "data"),
     "code": ("", other_code, "code"),
 }
@@ -168,6 +168,15 @@ def stop_after(rounds):
         runs.Run.save = save_or_stop
 
     return first
+
+
+def test_a_machine_without_the_folder_does_not_leave_the_other_waiting(tmp_path):
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+    child(fedavg, f"{CALL} --processes 1".split(), tmp_path / "0", stop_after(1)).join()
+    (waits, first), (stops, second) = two_nodes(tmp_path, ["--resume run"] * 2)
+    assert (first, second) == (1, 2) and "there is no run to resume" in stops[0]
+    assert waits == ["fedavg.py: another process has ended, so this one stops"]
 
 
 @pytest.mark.parametrize("rounds", [0, 1])
