@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -45,6 +46,8 @@ class Run:
             self._restore(self.folder / "checkpoint.pt", device)
         self.begins_at = self.t
         others = {"data": data.fingerprint(), "code": args.code, "round": self.t}
+        if self.t:
+            others["checkpoint"] = zlib.crc32((self.folder / "checkpoint.pt").read_bytes())
         ranks.agree({**flags, **others, "seeds": vars(args).get("every")})
 
     def _restore(self, file: Path, device: torch.device) -> None:

@@ -42,5 +42,7 @@ def prepare(args: Namespace, **options):
     precision = devices.pick_precision(args.precision, device)
     args = Namespace(**{**vars(args), "precision": precision})
     run = Run(args, dataset, clients, device)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    ranks.agree({"initial weights": weights.double().sum().item()})
     trainer = Trainer(dataset, clients, device, args, run.progress)
     return clients, model.to(device, memory_format=torch.channels_last), trainer, run

@@ -17,7 +17,7 @@ import common.data
 import fedavg
 import minimax_select
 import uefl
-from common import ranks, runs
+from common import models, ranks, runs
 from common.ranks import cores
 
 HERE = Path(__file__).parent
@@ -136,7 +136,19 @@ def other_code():
     fedavg.__file__ = "fedavg.py"
 
 
+def other_weights():
+    build = models.build
+
+    def moved(*args, **options):
+        model = build(*args, **options)
+        next(model.parameters()).data += 0.01
+        return model
+
+    models.build = moved
+
+
 OTHERS = {
+    "weights": ("", other_weights, "initial weights"),
     "seed": ("--seed 1", None, "seed"),
     "lr": ("--lr 0.2", None, "lr"),
     "data": ("", other_data, "data"),
