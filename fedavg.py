@@ -27,10 +27,10 @@ Where the papers are silent or differ
   clients, while Guo et al. weight all by 1 / |C|. The default is n_c / n (--weighting).
 - A client shuffles its samples in each epoch and cuts them into batches, of which the last may be
   smaller. So K is the number of local epochs times the number of batches.
-- `--selection by_size` draws clients with probabilities proportional to n_c, without replacement.
-  It is a control for methods that prefer large clients; use it with --weighting equal, or size
-  counts twice. (Scheme I of Li et al. 2020, On the Convergence of FedAvg on Non-IID Data, draws
-  with replacement and has equal weights.)
+- `--selection by_size` is a control for methods that prefer large clients. It draws clients with
+  probabilities proportional to n_c, without replacement, so use it with --weighting equal, or size
+  counts twice. (Scheme I of Li et al. 2020, On the Convergence of FedAvg on Non-IID Data, has equal
+  weights, too, but draws with replacement.)
 - Power of choice ranks all participating clients by their mean loss on their training samples. Wu
   et al. say only "the largest loss values in the current round", and Cho et al. rank a random
   subset.

@@ -21,8 +21,8 @@ clients' gradients, which a moving average smooths over the rounds.
     13          Delta_c = theta_c - theta^{t-1}                      federate
     15      theta^t = theta^{t-1} + eta_g mean of Delta_c            federate
 
-In line 10, g is the moving average g^t. With gamma = 0, this line is FedAvg's line 9. Lines 12, 14
-and 16 only end a loop (see fedavg.py). Algorithm 2, which says who holds what, is by_domain() in
+In line 10, g is the moving average g^t, and with gamma = 0 this line is FedAvg's line 9. Lines 12,
+14 and 16 only end a loop (see fedavg.py). Algorithm 2, which says who holds what, is by_domain() in
 common/splits.py.
 
 What the listing leaves out, and where the paper is silent

@@ -183,11 +183,11 @@ def describe(name: str, runs: Sequence[Run]) -> None:
         most, answer = max(zip(row["predicted"], classes, strict=True))
         if most > 0.9 * len(samples):
             print(f"{run.folder} nearly always answers {answer}: as good as a constant answer")
-    right = [f"{c}: {percent(share)}" for c, share in zip(classes, hits / labels, strict=True)]
+    shares = hits / labels.clamp(min=1)  # a class may have no test image
+    right = [f"{c}: {percent(share)}" for c, share in zip(classes, shares, strict=True)]
     print(f"{name}, right in the last round, by class: {', '.join(right[:20])}")
-    print(
-        f"  (always answering {classes[labels.argmax()]}: {percent(labels.max() / labels.sum())})"
-    )
+    constant = percent(labels.max() / labels.sum())
+    print(f"  (always answering {classes[labels.argmax()]}: {constant})")
 
 
 def verdict(runs: Runs, prediction: str, shows_in: Mapping[str, str]) -> None:

@@ -46,9 +46,7 @@ def launch(main: Callable[[], object]) -> None:
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
-        if (
-            COUNT > 1
-        ):  # by torchrun: first of all, so that a mistake that ends one rank is seen by the others
+        if COUNT > 1:  # torchrun's ranks meet first, so that all see it if a mistake ends one
             connect()
         main()
         return

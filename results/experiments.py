@@ -12,6 +12,7 @@ run in copies of the code; if an experiment needs a variation, docs/variations/N
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -57,14 +58,14 @@ def run(folder, job):
         shutil.copytree(ROOT, code, ignore=not_code, dirs_exist_ok=True)
         if variation:
             diff = ROOT / f"docs/variations/{variation}.diff"
-            subprocess.run(["git", "apply", diff], cwd=code, check=True)
+            alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(Path(code).parent)}
+            # inside another repository, git would apply nothing, and say nothing
+            subprocess.run(["git", "apply", diff], cwd=code, env=alone, check=True)
         exit_code = subprocess.run(words, cwd=code, stdout=log, stderr=log).returncode
     (out / "exit").write_text(str(exit_code))
     if exit_code:
-        print(
-            f"{name}, seed {seed}: failed, see {out}.log, or try {command} --seed {seed}",
-            flush=True,
-        )
+        words = f"{name}, seed {seed}: failed, see {out}.log, or try {command} --seed {seed}"
+        print(words, flush=True)
     return job
 
 
