@@ -100,8 +100,9 @@ def run_all(args, federate, label, changes, plans, prediction, shows_in) -> Runs
             print(f"{i + 1} of {len(plans)} done, {left / 60:.0f} minutes left", flush=True)
     rows = {name: [run.rows for run in of_name] for name, of_name in runs.items()}
     chance = 1 / len(runs[label][0].data.classes)
-    plots.curves(Path(args.out) / "curves.png", rows, chance)
-    report(runs, [*dict.fromkeys(plan.test_domain for plan in plans)])
+    domains = [*dict.fromkeys(plan.test_domain for plan in plans)]
+    plots.curves(Path(args.out) / "curves.png", rows, chance, domains)
+    report(runs, domains)
     for name, of_name in runs.items():
         describe(name, of_name)
     print(f"Metrics, models and pictures are in {args.out}")

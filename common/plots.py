@@ -63,32 +63,40 @@ def drawn(file: Path, width: float, height: float) -> Iterator[Figure]:
             figure.savefig(file, metadata={"Software": None})
 
 
-def curves(file: Path, runs: Mapping[str, Sequence[Rows]], chance: float | None = None) -> None:
+def curves(
+    file: Path, runs: Mapping[str, Sequence[Rows]], chance: float, domains: Sequence[str]
+) -> None:
     """Columns of metrics.csv against rounds: each label's mean over its runs, and a band over all.
 
-    runs    label -> the rows of each of its runs
-    chance  1 / classes: a grey line
+    runs     label -> the rows of each of its runs
+    chance   1 / classes: a dotted line
+    domains  the test domains, which take turns over the runs; with several, each has a panel of its
+             OOD accuracy, and nothing else is drawn
 
     A vertical line stands where an iteration of UEFL ends in the first run.
     """
-    everything = [row for of_label in runs.values() for rows in of_label for row in rows]
-    panels = [column for column in PANELS if any(column in row for row in everything)]
     first = next(iter(runs.values()))[0]
+    panels = [(PANELS[c], c, slice(None)) for c in PANELS if any(c in row for row in first)]
+    if len(domains) > 1:
+        panels = [
+            (f"OOD accuracy, {domain} (percent)", "ood_accuracy", slice(d, None, len(domains)))
+            for d, domain in enumerate(domains)
+        ]
     ends = [a["round"] for a, b in pairwise(first) if a.get("iteration") != b.get("iteration")]
     with drawn(file, 2.6 * len(panels), 2.9) as figure:
         all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axes, column in zip(all_axes, panels, strict=True):
+        for axes, (title, column, part) in zip(all_axes, panels, strict=True):
             scale, top = (100, 100) if column.endswith("accuracy") else (1, None)
             for end in ends:
                 axes.axvline(end, color="0.7", lw=0.8)
             for i, (label, of_label) in enumerate(runs.items()):
-                at, values = series(of_label, column)
+                at, values = series(of_label[part], column)
                 axes.plot(at, scale * values.mean(0), LINES[i % 4], color=COLOURS[i], label=label)
                 low, high = scale * values.min(0), scale * values.max(0)
                 axes.fill_between(at, low, high, color=COLOURS[i], alpha=0.15, lw=0)
-            if top and chance:
+            if top:
                 axes.axhline(top * chance, color="0.5", ls=":", lw=0.9, label="chance")
-            axes.set(title=PANELS[column], xlabel="round", ylim=(0, top))
+            axes.set(title=title, xlabel="round", ylim=(0, top))
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         handles = all_axes[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=len(runs) + 1)

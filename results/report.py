@@ -88,7 +88,7 @@ def main():
     folders = []
     for word in sys.argv[1:]:
         files = sorted(Path(word).resolve().rglob("metrics.csv"))
-        if not files:
+        if not files and not Path(word).is_file():  # runs/* may hold the user's notes, too
             raise UserError(f"no runs in {word}: give folders with metrics.csv")
         folders += [file.parent for file in files]
     named = group(folders)

@@ -105,6 +105,8 @@ def test_what_is_no_run_is_refused(tmp_path, compared):
     make_run(tmp_path / "one", [0.5])
     make_run(tmp_path / "started", [0.5], finished=False)
     (tmp_path / "empty").mkdir()
-    for folders in (["empty"], ["one", "empty"], ["nowhere"], [], ["started"]):
+    (tmp_path / "notes.txt").write_text("not a run, but runs/* names it, too")
+    assert compared("one", "notes.txt") == compared("one")
+    for folders in (["empty"], ["one", "empty"], ["nowhere"], [], ["started"], ["notes.txt"]):
         with pytest.raises(UserError, match=r"no .*runs"):
             compared(*folders)

@@ -3,11 +3,13 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import outcome, read_rows
+from matplotlib.figure import Figure
 from scipy.stats import ttest_rel
 
 import common.data
@@ -17,7 +19,7 @@ import fedavg
 import fediir
 import minimax_select
 import uefl
-from common import UserError, flags, ranks
+from common import UserError, flags, plots, ranks
 from common.train import Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -166,6 +168,8 @@ def test_several_seeds_and_domains_are_runs_as_by_hand_and_resume_repeats_nothin
         patch.setattr(Trainer, "train", count)
         folder = start(fediir, "--resume all")
         assert rounds == [2, 1, 2, 1, 2], "half a baseline, and one domain with its baseline"
+        picture = Figure()
+        patch.setattr(plots, "drawn", lambda file, width, height: nullcontext(picture))
         start(fediir, "--resume all")
         assert len(rounds) == 5, "there is nothing left to do"
     printed = capsys.readouterr().out.splitlines()
@@ -178,6 +182,12 @@ def test_several_seeds_and_domains_are_runs_as_by_hand_and_resume_repeats_nothin
         rows = read_rows(folder / f"all/seed{seed}-{domain}{'-fedavg' * (name == 'FedAvg')}")
         mean = np.mean([100 * float(row["ood_accuracy"]) for row in rows])
         ends[name].setdefault(domain, []).append(mean)
+    panels = [axes for axes in picture.axes if "OOD" in axes.get_title()]
+    for axes, domain in zip(panels, ("light", "dark"), strict=True):
+        drawn = {line.get_label(): np.mean(line.get_ydata()) for line in axes.lines}
+        assert domain in axes.get_title()
+        for name, of_domain in ends.items():
+            assert drawn[name] == pytest.approx(np.mean(of_domain[domain])), (name, domain)
     for of_domain in ends.values():
         of_domain[""] = np.mean([of_domain["light"], of_domain["dark"]], 0)
     for domain, ours in ends["FedIIR"].items():
