@@ -117,12 +117,13 @@ def main():
     parser.add_argument("--check", nargs=2, metavar=("NAME", "SEED"), help="run it again")
     args = parser.parse_args()
     if args.check:
-        jobs = [job for job in EXPERIMENTS if [*job] == args.check]
+        jobs = [job for job in EXPERIMENTS if [*job] == args.check and recorded(*job)]
     else:
         chosen = [job for job in EXPERIMENTS if job[0].startswith(tuple(args.names))]
         jobs = [job for job in chosen if not recorded(*job)]
     if not jobs:
-        raise UserError("there is no such experiment, or it is recorded: see experiments.csv")
+        what = "recorded experiment" if args.check else "experiment that is not recorded yet"
+        raise UserError(f"there is no such {what}: see experiments.csv")
     jobs.sort(key=lambda job: int(job[1]))  # seed by seed
     with TemporaryDirectory() as again, ThreadPoolExecutor(2) as two:
         folder = Path(again) if args.check else args.runs or ROOT / "runs/experiments"

@@ -4,12 +4,14 @@ import csv
 import importlib
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
 from scipy.stats import ttest_1samp, ttest_ind_from_stats, ttest_rel
 from test_docs import METHODS, ROOT
 
+from common import UserError
 from results import experiments, page, tables
 
 EXPERIMENTS = list(csv.DictReader((ROOT / "results/experiments.csv").open()))
@@ -152,3 +154,13 @@ def test_finished_runs_are_recorded_once_and_failed_ones_never(tmp_path, monkeyp
         experiments.record(tmp_path, "x/good", "0")
         experiments.record(tmp_path, "x/good", "1")
         assert file.read_text() == header + "".join(lines)
+
+
+@pytest.mark.parametrize("name", ["x/misspelt", "x/planned"])
+def test_only_recorded_experiments_are_checked(name, tmp_path, monkeypatch):
+    (tmp_path / "x.csv").write_text("experiment,seed,code,torch,round,mA\n")
+    monkeypatch.setattr(experiments, "RESULTS", tmp_path)
+    monkeypatch.setattr(experiments, "EXPERIMENTS", {("x/planned", "0"): {}})
+    monkeypatch.setattr(sys, "argv", ["experiments", "--check", name, "0"])
+    with pytest.raises(UserError, match="no such recorded experiment"):
+        experiments.main()
