@@ -3,6 +3,7 @@
 import functools
 import re
 import sys
+from argparse import Namespace
 
 import pytest
 from conftest import make_tiny, settings
@@ -67,6 +68,13 @@ def test_a_class_may_have_any_name_in_pictures(tmp_path):
     clients = deal(data, settings(partition="iid", clients=3))
     plots.partition(tmp_path / "partition.png", data, clients)
     assert (tmp_path / "partition.png").stat().st_size > 1000
+
+
+def test_groups_of_equal_size_have_the_same_colours_in_every_program():
+    """The order of a set of names changes with PYTHONHASHSEED."""
+    names = [f"domain {i}" for i in range(9)]
+    colours = plots.group_colours(Namespace(groups=names[::-1], participating=9))
+    assert [*colours] == names
 
 
 def test_a_closed_or_redirected_stderr(launched, tmp_path, monkeypatch):

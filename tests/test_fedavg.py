@@ -89,6 +89,32 @@ def test_with_everybody_selected_it_does_not_matter_how(start):
         assert torch.equal(kept(folder / kind)["theta"], kept(folder / "random")["theta"])
 
 
+# ---------------------------------------------------------------- what is printed of every run
+
+
+def test_a_run_ends_with_chance_the_sampling_errors_and_the_accuracy_of_each_class(
+    start, tiny, capsys
+):
+    hits = read_rows(start(fedavg, CUT + "run") / "run")[-1]["hits"].split()
+    printed = capsys.readouterr().out
+    labels = tiny.y[tiny.test].bincount().tolist()
+    right = [f"{c}: {100 * int(h) / n:.1f}" for c, h, n in zip("abc", hits, labels, strict=True)]
+    assert f"right in the last round, by class: {', '.join(right)}\n" in printed
+    assert labels == [15, 22, 23] and "(always answering c: 38.3)" in printed
+    n = len(setup.assemble(parsed(fedavg, CUT + "run"))[1].held_out)
+    errors = [100 * 1.96 * (0.25 / of_part) ** 0.5 for of_part in (n, 60)]
+    assert "Chance: 33.3. " in printed
+    assert "{:.1f} (ID), {:.1f} (ood) points".format(*errors) in printed
+
+
+@pytest.mark.parametrize(("most", "warns"), [(55, True), (54, False)])
+def test_a_model_that_nearly_always_says_the_same_is_named(tiny, capsys, most, warns):
+    clients = Namespace(tests={"ood": tiny.test}, held_out=tiny.train)
+    row = {"predicted": [60 - most, 0, most], "hits": [9, 0, 9]}
+    compare.describe("FedAvg", [Namespace(data=tiny, clients=clients, rows=[row], folder="here")])
+    assert ("here nearly always answers c: " in capsys.readouterr().out) == warns
+
+
 # ---------------------------------------------------------------- the prediction for the example
 
 

@@ -164,3 +164,30 @@ def test_only_recorded_experiments_are_checked(name, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["experiments", "--check", name, "0"])
     with pytest.raises(UserError, match="no such recorded experiment"):
         experiments.main()
+
+
+def test_a_misspelt_experiment_is_an_error(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["experiments", "uefl/mnits"])
+    with pytest.raises(UserError, match="no such experiment"):
+        experiments.main()
+
+
+@pytest.mark.parametrize(("recorded", "says"), [("0.5", "repeats"), ("0.6", "differs")])
+def test_a_recorded_row_runs_again_and_says_whether_it_repeats(
+    tmp_path, monkeypatch, capsys, recorded, says
+):
+    def run(folder, job):
+        finished(folder, job[1], code=0)
+        return job
+
+    header = "experiment,seed,code,torch,round,mA,clients_so_far\n"
+    row = f"x/good,0,abcdefg,2.14,1,{recorded},2\n,,,,2,,3\n"
+    (tmp_path / "x.csv").write_text(header + row)
+    monkeypatch.setattr(experiments, "RESULTS", tmp_path)
+    monkeypatch.setattr(experiments, "EXPERIMENTS", {("x/good", "0"): {}})
+    monkeypatch.setattr(experiments, "run", run)
+    monkeypatch.setattr(sys, "argv", ["experiments", "--check", "x/good", "0"])
+    with pytest.raises(SystemExit) as end:
+        experiments.main()
+    assert bool(end.value.code) == (says == "differs")
+    assert f"x/good, seed 0: {says}\n" in capsys.readouterr().out

@@ -17,7 +17,7 @@ import common.data
 import fedavg
 import minimax_select
 import uefl
-from common import models, ranks, runs
+from common import UserError, models, ranks, runs
 from common.ranks import cores
 
 HERE = Path(__file__).parent
@@ -222,14 +222,17 @@ def test_a_network_that_is_not_there_is_one_line(tmp_path):
 # -------------------------------------------------------------------------------- who does what
 
 
-@pytest.mark.parametrize(("set_by", "expected"), [("torchrun", (1, 2)), ("somebody else", (0, 1))])
-def test_only_torchrun_sets_the_rank(monkeypatch, set_by, expected):
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"), [("", (1, 2)), ("TORCHELASTIC_RUN_ID", (0, 1)), ("RANK", (0, 1))]
+)
+def test_only_torchrun_sets_the_rank(monkeypatch, missing, expected):
     """Cluster software sets RANK, too. A lone process with rank 1 would write nothing."""
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if set_by == "torchrun":
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing, raising=False)
     started = runpy.run_path(ranks.__file__)
     assert (started["RANK"], started["COUNT"]) == expected
 
@@ -239,3 +242,12 @@ def test_cores_are_those_that_the_container_may_use(monkeypatch, limit, expected
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(Path, "read_text", lambda self: limit)
     assert cores() == expected
+
+
+def test_where_forks_are_not_safe_a_run_has_one_process(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(ranks, "_may_fork", True)
+    monkeypatch.setattr(ranks, "cores", cores)
+    assert ranks.how_many(None, "cpu", 9) == ranks.how_many(1, "cpu", 9) == 1
+    with pytest.raises(UserError, match=r"use 1, or torchrun \(Windows: WSL\)"):
+        ranks.how_many(2, "cpu", 9)

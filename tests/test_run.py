@@ -3,12 +3,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import outcome, read_rows
+import torch
+from conftest import outcome, read_rows, settings
 from matplotlib.figure import Figure
 from scipy.stats import ttest_rel
 
@@ -19,7 +21,8 @@ import fedavg
 import fediir
 import minimax_select
 import uefl
-from common import UserError, flags, plots, ranks
+from common import UserError, flags, plots, ranks, runs
+from common.splits import deal
 from common.train import Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -231,6 +234,7 @@ MISTAKES = [
     (fedavg, "--pretrained weights.pt --model resnet18", "cannot be loaded from weights.pt"),
     (fedavg, "--device cuda:77", "--device cuda:77 cannot be used"),
     (fedavg, "--device meta", "only cpu and cuda"),
+    (fedavg, "--device mps", "--device mps cannot be used"),
     (fedavg, "--selection best", "--selection"),
     (convex_hull_select, "--hull-dim 9", "--hull-dim: 9 is out of range: 1 to 8"),
     (fedavg, "--small", "glyphs is small already"),
@@ -262,7 +266,7 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(
     before = sorted(tmp_path.rglob("*"))
     code, lines = launched(method, lambda: method.main(typed.split(" ")))
     assert code == 2 and len(lines) == 1 and says in lines[0], lines
-    assert lines[0].startswith(f"{method.__name__}.py: ")
+    assert lines[0].startswith(f"{method.__name__}.py: ") and len(lines[0]) < 400
     after = sorted(p for p in tmp_path.rglob("*") if "empty" not in p.parts)
     assert after == before, "torchvision may make its own empty folder, but nothing else appears"
 
@@ -367,3 +371,21 @@ def test_evaluations_come_every_so_many_rounds_and_after_the_last(start):
     found = read_rows(folder / "run")
     assert [row["round"] for row in found if row["id_accuracy"]] == ["3", "4"]
     assert all(row["train_loss"] for row in found)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "says"), [(100, "FedAvg: this run will take about 3 hours\n"), (10, "")]
+)
+def test_a_run_of_more_than_two_hours_says_so_once(
+    tiny, tmp_path, monkeypatch, capsys, rounds, says
+):
+    """Half a round takes a minute, so 99.5 rounds take 3.3 hours."""
+    clock = iter([0, 0, 19, 60, 61])
+    monkeypatch.setattr(runs, "time", Namespace(monotonic=lambda: next(clock)))
+    monkeypatch.chdir(tmp_path)
+    args = settings(partition="iid", clients=3, rounds=rounds, name="FedAvg")
+    run = runs.Run(args, tiny, deal(tiny, args), torch.device("cpu"))
+    next(run.rounds(rounds))
+    for share in (0.1, 0.4, 0.1):
+        run.progress(share)
+    assert capsys.readouterr().out == says

@@ -171,6 +171,16 @@ def test_with_dropout_the_uncertainty_is_the_entropy_of_the_mean_pass(built):
     assert many[:, 0].mean() > one[:, 0].mean(), "it is above the mean of entropies"
 
 
+def test_the_dropout_of_an_evaluation_is_that_of_its_round(start, built):
+    words = CUT + "run --iterations 1"
+    folder = start(uefl, words) / "run"
+    clients, model, trainer = built("--iterations 1")
+    theta, allowed = kept(folder)["theta"], torch.ones(3, 4, dtype=torch.bool)
+    of_run = parsed(uefl, words), clients, trainer, model, theta, allowed
+    row, before, same = read_rows(folder)[-1], *(uefl.evaluate(*of_run, t)["mE"] for t in (1, 2))
+    assert f"{same:.6g}" == row["mE"] != f"{before:.6g}"
+
+
 # ---------------------------------------------------------------- the server's side
 
 

@@ -9,6 +9,7 @@ from conftest import read_rows
 import convex_hull_select
 import minimax_select
 from common import random_at, splits, train
+from common.train import Trainer
 
 CUT = "--model cnn --width 0.125 --local-epochs 1 --lr 0.1 --partition dirichlet --dirichlet 0.5 "
 CUT += "--clients 8 --participating 6 --rounds 5 --no-compare "
@@ -70,3 +71,17 @@ def test_only_present_clients_are_selected(start, method, more):
     here = [present_in(t, 0.6) or range(6) for t in range(1, 6)]
     for selected, present in zip(selections(rows), here, strict=True):
         assert selected and set(selected) <= {*present}
+
+
+@pytest.mark.parametrize("method", [convex_hull_select, minimax_select])
+def test_a_client_whose_uploads_are_never_finite_is_left_out(start, monkeypatch, method):
+    """From round 2 on, client 3 is the only one without an update in the table."""
+    batches = Trainer._batches
+
+    def poisoned(self, k, t, share):
+        for x, y in batches(self, k, t, share):
+            yield x * (torch.nan if k == 3 else 1), y
+
+    monkeypatch.setattr(Trainer, "_batches", poisoned)
+    rows = read_rows(start(method, CUT + "--sample 4 --churn 0 --out run") / "run")
+    assert len(rows) == 5 and not any(3 in selected for selected in selections(rows))
