@@ -1,6 +1,6 @@
 """Which client holds which samples: labels or domains -> clients, each a tensor of positions.
 
-Every function's result depends only on its arguments. `rng` is a numpy generator.
+Every function's result depends only on its arguments.
 """
 
 from argparse import Namespace
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.random import Generator
 from torch import Tensor
 
 from common import UserError, random_at
@@ -17,22 +18,23 @@ MIN_SIZE = 10  # every client has at least this many samples
 MEAN_SIZE = 30  # by default there are so few clients that they have this many on average
 HELD_OUT = 0.2  # the share of its samples that a client is tested on
 RARE = 3  # how many classes are rare in the partitions rare and twins
+Parts = list[Tensor]  # for each client the positions of its samples in the data set, int64
 
 
 @dataclass
 class Clients:
     """All N clients. The first M of them participate; the others never train.
 
-    train, test    for each client its positions in the pool, int64; training never sees `test`
+    train, test    each client's training and test samples
     participating  M; these clients have the ids 0 .. M-1, so an id is also the row in a table
     sample         K, how many of the participating clients a method selects per round
     groups         for each client what it has in common with others, such as its domain, or ""
-    tests          test sets that belong to no client, int64, by name. ood: the standard test set,
+    tests          test sets that belong to no client, by name. ood: the standard test set,
                    or the domain left out; rare: its samples of the rare classes, if there are any
     """
 
-    train: list[Tensor]
-    test: list[Tensor]
+    train: Parts
+    test: Parts
     participating: int
     sample: int
     groups: list[str]
@@ -54,39 +56,35 @@ class Clients:
         return torch.cat(self.test[: self.participating])
 
 
-def shuffled(samples: Tensor, rng: np.random.Generator) -> Tensor:
+def shuffled(samples: Tensor, rng: Generator) -> Tensor:
     """The same samples in random order."""
     return samples[torch.from_numpy(rng.permutation(len(samples)))]
 
 
-def draw(clients: Tensor, k: int, rng: np.random.Generator, sizes: Tensor | None = None) -> Tensor:
+def draw(clients: Tensor, k: int, rng: Generator, sizes: Tensor | None = None) -> Tensor:
     """k of these clients at random, in ascending order: int64 [k].
 
     sizes  one per client: their probabilities are proportional to it; by default all are equal
     """
-    p = None
-    if sizes is not None:
-        p = (sizes.double() / sizes.double().sum()).numpy()
+    p = None if sizes is None else (sizes.double() / sizes.double().sum()).numpy()
     chosen = rng.choice(len(clients), k, replace=False, p=p)
     return clients[torch.from_numpy(np.sort(chosen))]
 
 
-def iid(pool: Tensor, clients: int, rng: np.random.Generator) -> list[Tensor]:
+def iid(pool: Tensor, clients: int, rng: Generator) -> Parts:
     """Divides the samples at random into equal parts. The sizes differ by at most one."""
     return list(shuffled(pool, rng).tensor_split(clients))
 
 
 def dirichlet(
-    labels: Tensor, clients: int, alpha: float, rng: np.random.Generator, min_size: int = MIN_SIZE
-) -> list[Tensor]:
+    labels: Tensor, clients: int, alpha: float, rng: Generator, min_size: int = MIN_SIZE
+) -> Parts:
     """Label skew: each class is divided by its own draw from Dirichlet(alpha, ..., alpha).
 
     A client with fewer than `min_size` samples then gets random samples of the client with the
-    most. Every sample belongs to exactly one client. Returns positions in `labels`, int64. Raises
-    UserError if there are fewer than clients * min_size samples.
+    most, so at least clients * min_size samples are needed. Every sample belongs to exactly one
+    client. Returns positions in `labels`, int64.
     """
-    if len(labels) < clients * min_size:
-        raise UserError(f"{len(labels)} samples are too few for {clients} clients: lower --clients")
     alpha = min(alpha, 1e9)  # equal shares; numpy gives zeros if the sum of the alphas overflows
     held: list[list[int]] = [[] for _ in range(clients)]
     for c in labels.unique():
@@ -95,17 +93,14 @@ def dirichlet(
         cuts = np.rint(np.cumsum(shares) * len(samples)).astype(int)
         for k, part in enumerate(np.split(samples, cuts[:-1])):
             held[k] += part.tolist()
-    sizes = np.array([len(samples) for samples in held])
-    for k in range(clients):
-        while sizes[k] < min_size:
-            rich = sizes.argmax()
-            held[k].append(held[rich].pop(rng.integers(sizes[rich])))
-            sizes[k] += 1
-            sizes[rich] -= 1
+    for samples in held:
+        for _ in range(min_size - len(samples)):
+            richest = max(held, key=len)
+            samples.append(richest.pop(rng.integers(len(richest))))
     return [torch.tensor(samples, dtype=torch.long) for samples in held]
 
 
-def by_domain(domain: Tensor, clients: int, rng: np.random.Generator) -> list[Tensor]:
+def by_domain(domain: Tensor, clients: int, rng: Generator) -> Parts:
     """Each client holds samples of one domain (Guo et al., Algorithm 2 in section F.1).
 
     Each domain starts with one client. The next client always goes to the domain with the most
@@ -124,26 +119,6 @@ def by_domain(domain: Tensor, clients: int, rng: np.random.Generator) -> list[Te
     return parts
 
 
-def silos(domain: Tensor, per_domain: list[int], size: int, rng) -> list[Tensor]:
-    """Makes per_domain[d] silos of `size` samples from domain d (Zhang et al., section 4).
-
-    The remaining samples belong to nobody. Returns positions in `domain`, ordered by domain. Raises
-    UserError if the numbers do not fit the domains.
-    """
-    values, sizes = domain.unique(return_counts=True)
-    if len(per_domain) != len(values) or not sum(per_domain):
-        raise UserError(f"--silos {per_domain}: give a number for each of {len(values)} domains, "
-                        "not all of them 0")  # fmt: skip
-    if (torch.tensor(per_domain) * size > sizes).any():
-        raise UserError(f"{per_domain} silos of {size} samples do not fit into domains of "
-                        f"{sizes.tolist()}: lower --silo-size")  # fmt: skip
-    parts = []
-    for d, k in zip(values, per_domain, strict=True):
-        of_domain = shuffled(torch.nonzero(domain == d).flatten(), rng)
-        parts += of_domain[: k * size].view(k, size).unbind()
-    return parts
-
-
 def wanted_classes(partition: str, classes: int, clients: int) -> list[list[int]]:
     """The classes that each client holds in three partitions that show one idea at work.
 
@@ -154,43 +129,45 @@ def wanted_classes(partition: str, classes: int, clients: int) -> list[list[int]
     Raises UserError if there are too few classes or clients for rare and twins.
     """
     every = list(range(classes))
+    common, rare = every[:-RARE], every[-RARE:]
     if partition == "specialists":
         specialists = 3 * clients // 4
         return [[k % classes] for k in range(specialists)] + [every] * (clients - specialists)
-    holders = [[c] for c in every[-RARE:]] * (2 if partition == "twins" else 1)
+    holders = [[c] for c in rare] * (2 if partition == "twins" else 1)
     if classes < 5 or clients <= len(holders):
         raise UserError(f"--partition {partition} needs 5 classes, and over {len(holders)} clients")
-    return holders + [every[:-RARE]] * (clients - len(holders))
+    return holders + [common] * (clients - len(holders))
 
 
-def of_classes(labels: Tensor, wanted: list[list[int]], size: int, rng) -> list[Tensor]:
+def of_classes(labels: Tensor, wanted: list[list[int]], size: int, rng: Generator) -> Parts:
     """Client k holds `size` random samples of the classes wanted[k]; no sample has two owners.
 
     Returns positions in `labels`, int64. Raises UserError if there are too few samples of a class.
     """
-    left, parts = shuffled(torch.arange(len(labels)), rng), {}
+    mixed = shuffled(torch.arange(len(labels)), rng)
+    owner = torch.full_like(labels, -1)
     # Those who want all classes come first. The others would take the first samples of their class.
     for k in sorted(range(len(wanted)), key=lambda k: -len(wanted[k])):
-        suits = torch.isin(labels[left], torch.tensor(wanted[k]))
-        parts[k] = left[suits][:size]
-        left = left[~torch.isin(left, parts[k])]
-        if len(parts[k]) < size:
+        left = mixed[owner[mixed] == -1]
+        mine = left[torch.isin(labels[left], torch.tensor(wanted[k]))][:size]
+        if len(mine) < size:
             raise UserError(f"too few samples of the classes {wanted[k]}: raise --clients")
-    return [parts[k] for k in range(len(wanted))]
+        owner[mine] = k
+    return [mixed[owner[mixed] == k] for k in range(len(wanted))]
 
 
-def hold_out(clients: list[Tensor], share: float, rng) -> tuple[list[Tensor], list[Tensor]]:
-    """Divides each client's samples at random: training samples, and this share for testing."""
+def hold_out(clients: Parts, share: float, rng: Generator) -> tuple[Parts, Parts]:
+    """Divides each client's samples at random: this share, but at least one, is for testing."""
     train, test = [], []
     for samples in clients:
-        mixed, tested = shuffled(samples, rng), round(len(samples) * share)
-        cut = len(samples) - min(max(tested, 1), len(samples) - 1)
-        train.append(mixed[:cut])
-        test.append(mixed[cut:])
+        mixed = shuffled(samples, rng)
+        tested = max(1, round(len(samples) * share))
+        train.append(mixed[:-tested])
+        test.append(mixed[-tested:])
     return train, test
 
 
-def label_counts(data: Dataset, clients: list[Tensor]) -> Tensor:
+def label_counts(data: Dataset, clients: Parts) -> Tensor:
     """How many samples of each class each client holds, float32 [clients, classes]."""
     classes = len(data.classes)
     counts = [torch.bincount(data.y[samples], minlength=classes) for samples in clients]
@@ -204,65 +181,108 @@ def pools(data: Dataset, args: Namespace) -> tuple[Tensor, Tensor]:
     With one, all samples of this domain are OOD, and the clients divide those of the others, of
     both the training and the test set, as in Guo et al. (silos: of the training set).
     """
-    if args.partition in ("domain", "silos") and data.domain is None:
-        raise UserError(f"{data.name} has no domains: make some with --rotate, or choose another "
-                        "--partition, such as dirichlet or iid")  # fmt: skip
+    is_silos = args.partition == "silos"
+    if data.domain is None and (args.test_domain or is_silos or args.partition == "domain"):
+        raise UserError(f"{data.name} has no domains, which --test-domain and the partitions "
+                        "domain and silos need: make some with --rotate")  # fmt: skip
     if args.test_domain is None:
-        return data.train, data.test[:0] if args.partition == "silos" else data.test
+        return data.train, data.test[:0] if is_silos else data.test
     if args.test_domain not in data.domains:
-        names = ", ".join(data.domains) or "none; make some with --rotate"
-        wrong = f"--test-domain: no domain {args.test_domain!r} in {data.name}"
-        raise UserError(f"{wrong}; its domains are {names}")
+        raise UserError(f"--test-domain: no domain {args.test_domain!r} in {data.name}; "
+                        f"its domains are {', '.join(data.domains)}")  # fmt: skip
     left_out = data.domain == data.domains.index(args.test_domain)
-    pool = data.train if args.partition == "silos" else torch.cat([data.train, data.test])
+    pool = data.train if is_silos else torch.cat([data.train, data.test])
     pool = pool[~left_out[pool]]
     if not len(pool):
         raise UserError(f"--test-domain {args.test_domain}: no domain is left to train on")
     return pool, torch.nonzero(left_out).flatten()
 
 
-def silo_tests(data: Dataset, domains: Tensor, per_domain: list[int], rng) -> list[Tensor]:
-    """Test samples for each silo, from the standard test set: equally many of the silo's domain."""
-    pool = data.test[torch.isin(data.domain[data.test], domains)]
-    domain = data.domain[pool]
-    numbers = zip(domains, per_domain, strict=True)
-    size = min(int((domain == d).sum()) // k for d, k in numbers if k)
-    return [pool[samples] for samples in silos(domain, per_domain, size, rng)]
+def silos(data: Dataset, pool: Tensor, args: Namespace) -> tuple[Parts, Parts]:
+    """Training and test samples of args.silos[d] silos for each domain d (Zhang et al., section 4).
+
+    A silo has args.silo_size training samples from the pool. It is tested on samples of its domain
+    from the standard test set, and each silo has equally many. Without a test set, a silo takes
+    more from the pool, and a fifth of it is for testing. The remaining samples belong to nobody.
+    Raises UserError if the numbers do not fit the domains.
+    """
+    rng, numbers = random_at(args.seed, "split"), args.silos or []
+    domains, sizes = data.domain[pool].unique(return_counts=True)
+    if len(numbers) != len(domains) or not sum(numbers):
+        raise UserError("--partition silos needs --silos: give a number for each of "
+                        f"{len(domains)} domains, not all of them 0")  # fmt: skip
+    has_test = len(data.test) > 0
+    size = args.silo_size if has_test else round(args.silo_size / (1 - HELD_OUT))
+    if (torch.tensor(numbers) * size > sizes).any():
+        raise UserError(f"{numbers} silos of {size} samples do not fit into domains of "
+                        f"{sizes.tolist()}: lower --silo-size")  # fmt: skip
+
+    def take(source: Tensor, size: int) -> Parts:
+        parts = []
+        for d, k in zip(domains, numbers, strict=True):
+            of_domain = shuffled(source[data.domain[source] == d], rng)
+            parts += of_domain[: k * size].view(k, size)
+        return parts
+
+    train = take(pool, size)
+    if not has_test:
+        return hold_out(train, HELD_OUT, random_at(args.seed, "held out"))
+    available = [int((data.domain[data.test] == d).sum()) for d in domains]
+    test_size = min(n // k for n, k in zip(available, numbers, strict=True) if k)
+    return train, take(data.test, test_size)
 
 
-def divide(data: Dataset, pool: Tensor, args: Namespace) -> tuple[list[Tensor], list[Tensor], list]:
-    """Each client's training and test samples, and what it has in common with others, or ""."""
-    rng, partition = random_at(args.seed, "split"), args.partition
-    count = args.clients or max(1, min(100, len(pool) // MEAN_SIZE))
-    if count > len(pool):
-        raise UserError(f"{len(pool)} samples are too few for {count} clients: lower --clients")
-    groups, test = [""] * count, None
-    if partition == "dirichlet":
-        parts = dirichlet(data.y[pool], count, args.dirichlet, rng)
-    elif partition == "iid":
-        parts = iid(torch.arange(len(pool)), count, rng)
-    elif partition == "domain":
-        domain = data.domain[pool]
-        parts = by_domain(domain, args.clients or len(domain.unique()), rng)
-        groups = [data.domains[domain[samples[0]]] for samples in parts]
-    elif partition == "silos":
-        if args.silos is None:
-            raise UserError("--partition silos needs --silos: the number of silos of each domain")
-        domain = data.domain[pool]
-        size = args.silo_size if len(data.test) else round(args.silo_size / (1 - HELD_OUT))
-        parts = silos(domain, args.silos, size, rng)
-        groups = [data.domains[domain[samples[0]]] for samples in parts]
-        if len(data.test):
-            test = silo_tests(data, domain.unique(), args.silos, rng)
+def divide(data: Dataset, pool: Tensor, args: Namespace) -> Parts:
+    """All samples of each client, for training and for testing, in every partition but silos.
+
+    Raises UserError if the clients are too many or too few.
+    """
+    rng, labels = random_at(args.seed, "split"), data.y[pool]
+    default = max(1, min(100, len(pool) // MEAN_SIZE))
+    if args.partition == "domain":
+        default = len(data.domain[pool].unique())
+    clients = args.clients or default
+    if len(pool) < clients * MIN_SIZE:
+        raise UserError(f"{len(pool)} samples are too few for {clients} clients: each would have "
+                        f"{len(pool) // clients} samples, and needs {MIN_SIZE}; "
+                        "lower --clients")  # fmt: skip
+    if args.partition == "domain":
+        parts = by_domain(data.domain[pool], clients, rng)
+    elif args.partition == "iid":
+        parts = iid(torch.arange(len(pool)), clients, rng)
+    elif args.partition == "dirichlet":
+        parts = dirichlet(labels, clients, args.dirichlet, rng)
     else:
-        wanted = wanted_classes(partition, len(data.classes), count)
-        parts = of_classes(data.y[pool], wanted, len(pool) // (2 * count), rng)
-        groups = ["one class" if len(classes) == 1 else "more classes" for classes in wanted]
-    train = [pool[samples] for samples in parts]
-    if test is None:
-        share = 0.1 if partition == "domain" else HELD_OUT
-        train, test = hold_out(train, share, random_at(args.seed, "held out"))
-    return train, test, groups
+        wanted = wanted_classes(args.partition, len(data.classes), clients)
+        parts = of_classes(labels, wanted, len(pool) // (2 * clients), rng)
+    return [pool[samples] for samples in parts]
+
+
+def group(data: Dataset, samples: Tensor, partition: str) -> str:
+    """What a client with these samples has in common with others: see Clients.groups."""
+    if partition in ("domain", "silos"):
+        return data.domains[data.domain[samples[0]]]
+    if partition in ("rare", "twins", "specialists"):
+        return "one class" if len(data.y[samples].unique()) == 1 else "more classes"
+    return ""
+
+
+def participation(args: Namespace, clients: int, groups: int) -> tuple[int, int]:
+    """M and K: how many clients participate, and how many of these a method selects per round.
+
+    groups  how many different groups there are: with --partition domain, the number of domains
+
+    Raises UserError if a flag asks for more than there are.
+    """
+    share = 0.4 if args.partition in ("dirichlet", "iid") else 1.0  # as in Wu et al.
+    m = args.participating or max(1, round(share * clients))
+    default = {"silos": m, "domain": groups}.get(args.partition, max(2, m // 4))
+    k = args.sample or min(default, m)
+    if m > clients:
+        raise UserError(f"--participating {m} is more than the {clients} clients: lower it")
+    if k > m:
+        raise UserError(f"--sample {k}: only {m} clients participate; lower it")
+    return m, k
 
 
 def deal(data: Dataset, args: Namespace) -> Clients:
@@ -284,23 +304,21 @@ def deal(data: Dataset, args: Namespace) -> Clients:
     the standard test set if there is one. Raises UserError if the numbers do not fit the data.
     """
     pool, ood = pools(data, args)
-    train, test, groups = divide(data, pool, args)
+    if args.partition == "silos":
+        train, test = silos(data, pool, args)
+    else:
+        share = 0.1 if args.partition == "domain" else HELD_OUT
+        parts = divide(data, pool, args)
+        train, test = hold_out(parts, share, random_at(args.seed, "held out"))
     smallest = min(len(a) + len(b) for a, b in zip(train, test, strict=True))
     if smallest < MIN_SIZE or not all(map(len, test)):
         wrong = f"a client would have {smallest} samples, and needs {MIN_SIZE}, some for testing"
         raise UserError(f"{wrong}: lower --clients or --silos, or add samples")
-    n, m, k = len(train), args.participating, args.sample
-    if m is None:
-        m = max(1, round(0.4 * n)) if args.partition in ("dirichlet", "iid") else n
-    if k is None:
-        k = {"silos": m, "domain": len(set(groups))}.get(args.partition, max(2, m // 4))
-        k = min(k, m)
-    if m > n:
-        raise UserError(f"--participating {m} is more than the {n} clients: lower it")
-    if k > m:
-        raise UserError(f"--sample {k}: only {m} clients participate; lower it")
-    chosen = draw(torch.arange(n), m, random_at(args.seed, "participate")).tolist()
-    order = chosen + sorted(set(range(n)) - set(chosen))  # the participating clients first
+    groups = [group(data, samples, args.partition) for samples in train]
+    m, k = participation(args, len(train), len(set(groups)))
+    chosen = draw(torch.arange(len(train)), m, random_at(args.seed, "participate")).tolist()
+    others = set(range(len(train))) - set(chosen)
+    order = chosen + sorted(others)
     tests = {"ood": ood, **data.extra}
     if args.partition in ("rare", "twins"):
         tests["rare"] = ood[data.y[ood] >= len(data.classes) - RARE]
