@@ -39,7 +39,7 @@ def rebuilt(tmp_path_factory):
 @pytest.mark.parametrize("name", BUILT)
 def test_the_committed_pages_agree_with_the_csvs(rebuilt, name):
     text = (ROOT / name).read_text()
-    assert "<!-- " in text
+    assert "<!-- " in text, f"{name} has no table of results"
     assert (rebuilt / name).read_text() == text, "run python -m results"
 
 
