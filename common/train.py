@@ -42,7 +42,8 @@ def local_solver(
 
 def weights_of(model: nn.Module) -> list[Tensor]:
     """The tensors that theta consists of, in their order."""
-    return [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
+    statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    return [*model.parameters(), *statistics]
 
 
 @torch.no_grad()
@@ -85,8 +86,10 @@ class Trainer:
         args: Namespace,
         progress: Callable[[float], None] = lambda share: None,
     ):
-        self.x, self.y, self.classes = data.x.to(device), data.y.to(device), len(data.classes)
-        self.clients, self.device, self.args, self.progress = clients, device, args, progress
+        self.x, self.y = data.x.to(device), data.y.to(device)
+        self.classes = len(data.classes)
+        self.clients, self.device = clients, device
+        self.args, self.progress = args, progress
         self.chunk = 1000 if device.type == "cuda" else 250  # batch size of the evaluation
 
     def autocast(self) -> torch.autocast:
@@ -120,24 +123,32 @@ class Trainer:
         the others: their ids, int64 [K'], and on the device their weights `thetas` [K', P] and
         losses [K']. Raises UserError if no client is left.
         """
-
-        def work(k: int, share: float) -> Tensor:
+        sizes = [len(self.clients.train[k]) for k in selected]
+        mine = ranks.share_out(sizes)  # the other processes train the other clients
+        total = sum(sizes[i] for i in mine)
+        uploads = {}
+        for i in mine:
+            k = int(selected[i])
             model.train()
-            batches, optimizer = self._batches(k, t, share), self._optimizer(model)
+            batches = self._batches(k, t, total)
+            optimizer = self._optimizer(model)
             own = {name: values[k] for name, values in each.items()}
-            loss = client_update(model, theta, batches, optimizer, self.autocast, **own, **options)
-            return torch.cat([get_weights(model), loss.reshape(1)])
+            with seeded(self.device, self.args.seed, "dropout", t, k):
+                loss = client_update(
+                    model, theta, batches, optimizer, self.autocast, **own, **options
+                )
+            uploads[i] = torch.cat([get_weights(model), loss.reshape(1)])
+        rows = ranks.gather(uploads, len(selected), self.device)
 
-        rows = self._for_each(selected, self.clients.train, work, "dropout", t)
-        finite = torch.isfinite(rows.sum(1))
+        finite = torch.isfinite(rows.sum(1)).cpu()
         if not finite.any():
             raise UserError(f"training diverged in round {t}: lower --lr")
         if not finite.all():
-            left_out = len(selected) - int(finite.sum())
+            left_out = int((~finite).sum())
             if ranks.RANK == 0:
                 text = f"round {t}: {left_out} of {len(selected)} uploads were not finite: left out"
                 tqdm.write(text, file=sys.stderr)
-            selected, rows = selected[finite.cpu()], rows[finite]
+            selected, rows = selected[finite], rows[finite]
         return selected, rows[:, :-1], rows[:, -1]
 
     def map(
@@ -160,27 +171,19 @@ class Trainer:
         Raises UserError if a result is not finite.
         """
         set_weights(model, theta)
-
-        def work(k: int, share: float) -> Tensor:
-            batches = (self.batch(part) for part in samples[k].to(self.device).split(self.chunk))
+        results = {}
+        for i in ranks.share_out([len(samples[k]) for k in ids]):
+            k = int(ids[i])
+            model.eval()
+            pieces = samples[k].to(self.device).split(self.chunk)
+            batches = (self.batch(piece) for piece in pieces)
             own = {name: values[k] for name, values in each.items()}
-            return function(model.eval(), batches, self.autocast, **own, **options)
-
-        rows = self._for_each(ids, samples, work, "evaluation", t)
+            with seeded(self.device, self.args.seed, "evaluation", t, k):
+                results[i] = function(model, batches, self.autocast, **own, **options)
+        rows = ranks.gather(results, len(ids), self.device)
         if not rows.isfinite().all():
             raise UserError("training diverged, the model's results are not finite: lower --lr")
         return rows
-
-    def _for_each(self, ids: Tensor, samples: Sequence[Tensor], work, purpose: str, t: int):
-        """Calls work(client, its share of this rank's samples) on one of the ranks: [K, n]."""
-        sizes = [len(samples[k]) for k in ids]
-        mine = ranks.share_out(sizes)
-        total, rows = sum(sizes[i] for i in mine), {}
-        for i in mine:
-            k = int(ids[i])
-            with seeded(self.device, self.args.seed, purpose, t, k):
-                rows[i] = work(k, sizes[i] / total)
-        return ranks.gather(rows, len(ids), self.device)
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         args = self.args
@@ -188,10 +191,11 @@ class Trainer:
             return torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
         return torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, fused=True)
 
-    def _batches(self, k: int, t: int, share: float) -> Batches:
+    def _batches(self, k: int, t: int, total: int) -> Batches:
         """A client's batches: in each epoch consecutive slices of a new random order.
 
-        The last slice may be smaller. All batches together move the clock by `share` of a round.
+        The last slice may be smaller. `total` is the number of samples of all clients that this
+        process trains in the round, which tells how far a batch moves the clock.
         """
         samples, epochs = self.clients.train[k], self.args.local_epochs
         rng = random_at(self.args.seed, "batches", t, k)
@@ -199,7 +203,7 @@ class Trainer:
         for order in orders.to(self.device):  # all epochs in one copy
             for positions in order.split(self.args.batch_size):
                 yield self.batch(positions)
-                self.progress(share * len(positions) / (epochs * len(samples)))
+                self.progress(len(positions) / (epochs * total))
 
     def evaluate(self, model: nn.Module, theta: Tensor, selected: Tensor) -> dict:
         """The accuracies of the model with weights theta, by column of metrics.csv.
@@ -213,13 +217,15 @@ class Trainer:
         rare_selected    which share of them holds a rare class, if there are rare classes
         """
         clients = self.clients
-        of_selected = torch.cat([clients.test[k] for k in selected.tolist()])
+        of_selected = torch.cat([clients.test[k] for k in selected])
         tests = {"id_accuracy": clients.held_out, "id_selected": of_selected}
-        tests |= {f"{name}_accuracy": samples for name, samples in clients.tests.items()}
-        accuracies, _, predicted, hits = self.measure(model, theta, [*tests.values()])
+        for name, samples in clients.tests.items():
+            tests[f"{name}_accuracy"] = samples
+        accuracies, _, predicted, hits = self.measure(model, theta, list(tests.values()))
         measures = dict(zip(tests, accuracies.tolist(), strict=True))
-        shown = [*tests].index("ood_accuracy" if "ood" in clients.tests else "id_accuracy")
-        measures |= {"predicted": predicted[shown].int(), "hits": hits[shown].int()}
+        shown = list(tests).index("ood_accuracy" if "ood" in clients.tests else "id_accuracy")
+        measures["predicted"] = predicted[shown].int()
+        measures["hits"] = hits[shown].int()
         measures["selected_size"] = clients.sizes[selected].mean()
         if "rare" in clients.tests:
             rare = [clients.groups[k] == "one class" for k in selected]
@@ -235,11 +241,10 @@ class Trainer:
         predicted, and is predicted rightly: twice [parts, classes]. Raises UserError if a loss is
         not finite, because the largest of NaN logits would count as class 0.
         """
-        pieces = [part.split(self.chunk) for part in parts]  # which the ranks share
-        flat = [piece for of_part in pieces for piece in of_part]
-        ids = torch.arange(len(flat))
-        rows = self.map(answers, model, theta, ids, flat, t=0, classes=self.classes).cpu()
-        of_parts = rows.split([len(of_part) for of_part in pieces])
+        batches = [batch for part in parts for batch in part.split(self.chunk)]
+        ids = torch.arange(len(batches))  # the processes share the batches, not the parts
+        rows = self.map(answers, model, theta, ids, batches, t=0, classes=self.classes).cpu()
+        of_parts = rows.split([len(part.split(self.chunk)) for part in parts])
         sums = torch.stack([of_part.sum(0) for of_part in of_parts])
         loss, predicted, hits = sums.split([1, self.classes, self.classes], dim=1)
         n = torch.tensor([len(part) for part in parts])
@@ -248,13 +253,12 @@ class Trainer:
 
 @torch.no_grad()
 def answers(model: nn.Module, batches: Batches, autocast, classes: int) -> Tensor:
-    """The sum of the losses, and how often each class is predicted, and rightly: a vector."""
-    loss, predicted, hits = 0, 0, 0
-    for x, y in batches:
-        with autocast():
-            logits = model(x).float()
-        guess = logits.argmax(1)
-        loss += F.cross_entropy(logits, y, reduction="sum")
-        predicted += torch.bincount(guess, minlength=classes)
-        hits += torch.bincount(guess[guess == y], minlength=classes)
+    """For one batch the sum of its losses, and how often each class is predicted, and rightly."""
+    [(x, y)] = batches
+    with autocast():
+        logits = model(x).float()
+    guess = logits.argmax(1)
+    loss = F.cross_entropy(logits, y, reduction="sum")
+    predicted = torch.bincount(guess, minlength=classes)
+    hits = torch.bincount(guess[guess == y], minlength=classes)
     return torch.cat([loss.reshape(1), predicted, hits])
