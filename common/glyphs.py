@@ -31,35 +31,50 @@ def glyphs(n_train: int = 12_000, n_test: int = 2_000, seed: int = 0) -> dict:
     trained on all samples together still misclassifies a few percent. The same seed gives the same
     bytes.
     """
-    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-    faces = [folder / f"{face}.ttf" for family in FONTS.values() for face in family]
-    family_of = torch.tensor([f for f, family in enumerate(FONTS.values()) for _ in family])
-    stencils = [_stencil(str(face), digit) for face in faces for digit in range(10)]
-    stencils = torch.stack(stencils)  # [faces*10, 56, 56]
-    strokes = torch.stack([F.max_pool2d(stencils, k, stride=1, padding=k // 2) for k in (1, 3, 5)])
+    stencils, family_of = [], []
+    for d, faces in enumerate(FONTS.values()):
+        for name in faces:
+            stencils += [_stencil(name, c) for c in range(10)]
+            family_of.append(d)
+    thin = torch.stack(stencils).view(-1, 10, 56, 56)
+    bold = F.max_pool2d(thin, 3, stride=1, padding=1)
+    bolder = F.max_pool2d(thin, 5, stride=1, padding=2)
+    strokes = torch.stack([thin, bold, bolder])  # [3, faces, digits, 56, 56]
 
-    g = torch.Generator().manual_seed(seed)
     n = n_train + n_test
-    face, digit, stroke = (
-        torch.randint(high, (n,), generator=g) for high in (len(faces), 10, len(strokes))
-    )
-    scale, shear, dx, dy, ink, noise = torch.rand(6, n, generator=g)
-    scale, shear = 0.75 + 0.5 * scale, 0.6 * (shear - 0.5)
-    dx, dy = 0.4 * (dx - 0.5), 0.4 * (dy - 0.5)
-    affine = torch.stack([scale, shear, dx, 0 * dx, scale, dy], dim=1).view(n, 2, 3)
+    g = torch.Generator().manual_seed(seed)
+    face = torch.randint(len(family_of), (n,), generator=g)
+    digit = torch.randint(10, (n,), generator=g)
+    stroke = torch.randint(len(strokes), (n,), generator=g)
+    size, slant, right, down = torch.rand(4, n, generator=g)
+    ink, noise = torch.rand(2, n, 1, 1, 1, generator=g)
+    size = 0.75 + 0.5 * size
+    slant = 0.6 * (slant - 0.5)
+    right = 0.4 * (right - 0.5)
+    down = 0.4 * (down - 0.5)
+    zero = torch.zeros(n)  # a pixel at (a, b) is read at affine @ (a, b, 1)
+    affine = torch.stack([size, slant, right, zero, size, down], dim=1).view(n, 2, 3)
+
     x = torch.empty(n, 1, 28, 28, dtype=torch.uint8)
     for i in torch.arange(n).split(2000):
-        drawn = strokes[stroke[i], face[i] * 10 + digit[i]].unsqueeze(1)
-        grid = F.affine_grid(affine[i], [len(i), 1, 56, 56], align_corners=False)
-        image = F.avg_pool2d(F.grid_sample(drawn, grid, align_corners=False), 2)
-        image = image * (1 - 0.8 * ink[i].view(-1, 1, 1, 1) ** 3)
+        large = strokes[stroke[i], face[i], digit[i]].unsqueeze(1)
+        grid = F.affine_grid(affine[i], large.shape, align_corners=False)
+        moved = F.grid_sample(large, grid, align_corners=False)
+        image = F.avg_pool2d(moved, 2)  # 28x28
+        brightness = 1 - 0.8 * ink[i] ** 3
+        strength = 0.5 * noise[i] ** 4
         grain = torch.randn(image.shape, generator=g)
-        image = image + 0.5 * noise[i].view(-1, 1, 1, 1) ** 4 * grain
+        image = image * brightness + strength * grain
         x[i] = (image.clamp(0, 1) * 255).to(torch.uint8)
     return {
-        "x": x, "y": digit, "train": torch.arange(n_train), "test": torch.arange(n_train, n),
-        "classes": [str(d) for d in range(10)], "domain": family_of[face], "domains": list(FONTS),
-    }  # fmt: skip
+        "x": x,
+        "y": digit,
+        "train": torch.arange(n_train),
+        "test": torch.arange(n_train, n),
+        "classes": [str(c) for c in range(10)],
+        "domain": torch.tensor(family_of)[face],
+        "domains": list(FONTS),
+    }
 
 
 def coloured(agreement: Sequence[float], grey: bool = False) -> dict:
@@ -73,36 +88,48 @@ def coloured(agreement: Sequence[float], grey: bool = False) -> dict:
     has each test image once in red and once in green, so there a model that sees the colour alone
     is right in 50 %. This is the idea of Arjovsky et al. 2019 (ColoredMNIST).
     """
-    g, drawn = torch.Generator().manual_seed(1), glyphs(9_000, 4_000)
-    digit, is_test = drawn["y"], torch.zeros(13_000, dtype=torch.bool)
-    is_test[drawn["test"]] = True
-    used = torch.isin(digit, torch.tensor([0, 8, 1, 7]))
-    digit, is_test = digit[used], is_test[used]
-    ink = F.avg_pool2d(drawn["x"][used].float(), 2).squeeze(1).to(torch.uint8)
-    n = len(ink)
-    wrong = torch.rand(n, generator=g) < 0.25
-    y = torch.isin(digit, torch.tensor([1, 7])).long() ^ wrong.long()
-    domain = torch.where(is_test, 2, torch.randint(2, (n,), generator=g))
-    misleads = torch.rand(n, generator=g) >= torch.tensor(agreement)[domain]
-    colour = y ^ misleads.long()
+    drawn = glyphs(9_000, 4_000)
+    used = torch.isin(drawn["y"], torch.tensor([0, 8, 1, 7]))
+    y = torch.isin(drawn["y"][used], torch.tensor([1, 7])).long()
+    ink = F.avg_pool2d(drawn["x"][used].float(), 2).squeeze(1).to(torch.uint8)  # [n, 14, 14]
+    n = len(y)
+    n_train = int(used[drawn["train"]].sum())
+    train, test = torch.arange(n).tensor_split([n_train])
 
-    test = torch.nonzero(is_test).flatten()
-    red, green, nowhere = torch.zeros_like(test), torch.ones_like(test), torch.full_like(test, -1)
-    ink, y = torch.cat([ink, ink[test], ink[test]]), torch.cat([y, y[test], y[test]])
-    colour, domain = torch.cat([colour, red, green]), torch.cat([domain, nowhere, nowhere])
-    x = torch.zeros(len(ink), 3, 14, 14, dtype=torch.uint8)
-    x[torch.arange(len(ink)), colour] = ink
+    g = torch.Generator().manual_seed(1)
+    is_wrong = torch.rand(n, generator=g) < 0.25
+    y = y ^ is_wrong
+    domain = torch.randint(2, (n,), generator=g)
+    domain[test] = 2
+    misleads = torch.rand(n, generator=g) >= torch.tensor(agreement)[domain]
+    colour = y ^ misleads
+
+    # The test images follow twice more, in red and then in green, and belong to no domain
+    rows = torch.cat([torch.arange(n), test, test])
+    ink, y = ink[rows], y[rows]
+    colour = torch.cat([colour, torch.zeros_like(test), torch.ones_like(test)])
+    domain = torch.cat([domain, torch.full((2 * len(test),), -1)])
+    x = torch.zeros(len(rows), 3, 14, 14, dtype=torch.uint8)
     if grey:
-        x = ink.unsqueeze(1).repeat(1, 3, 1, 1)
+        x[:] = ink.unsqueeze(1)
+    else:
+        x[torch.arange(len(rows)), colour] = ink
     return {
-        "x": x, "y": y, "train": torch.nonzero(~is_test).flatten(), "test": test,
-        "classes": ["0 8", "1 7"], "domain": domain, "domains": ["one", "two", "test"],
-        "extra": {"neutral": torch.arange(n, len(ink))},
-    }  # fmt: skip
+        "x": x,
+        "y": y,
+        "train": train,
+        "test": test,
+        "classes": ["0 8", "1 7"],
+        "domain": domain,
+        "domains": ["one", "two", "test"],
+        "extra": {"neutral": torch.arange(n, len(rows))},
+    }
 
 
 def _stencil(face: str, digit: int) -> Tensor:
     """One digit in one face, float32 [56, 56] in 0..1, twice as large as in the final images."""
+    file = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{face}.ttf"
+    font = ImageFont.truetype(str(file), size=44)
     image = Image.new("L", (56, 56))
-    ImageDraw.Draw(image).text((28, 28), str(digit), 255, ImageFont.truetype(face, 44), anchor="mm")
+    ImageDraw.Draw(image).text((28, 28), str(digit), fill=255, font=font, anchor="mm")
     return torch.from_numpy(np.array(image)).float() / 255
