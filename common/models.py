@@ -16,8 +16,8 @@ from torch import Tensor
 from common import UserError, first_line
 
 OWN = ["cnn", "convnet", "resblocks"]  # defined here
-RESNETS = {"resnet18": 512, "resnet50": 2048}  # torchvision's: name -> its features
-NAMES = [*OWN, *RESNETS, "vgg16"]
+TORCHVISION = {"resnet18": 512, "resnet50": 2048, "vgg16": 512}  # name -> hidden units
+NAMES = [*OWN, *TORCHVISION]
 
 
 class Classifier(nn.Module):
@@ -79,11 +79,12 @@ def build(
     if name == "convnet":
         layers = [nn.Linear(size, classes)]
     else:
-        hidden = {**RESNETS, "vgg16": 512}.get(name, scaled(512))
+        hidden = TORCHVISION.get(name, scaled(512))
+        activation = nn.GELU() if name in ("resblocks", "vgg16") else nn.ReLU()
         layers = [
             nn.Dropout(dropout),
             nn.Linear(size, hidden),
-            nn.GELU() if name in ("resblocks", "vgg16") else nn.ReLU(),
+            activation,
             nn.Dropout(dropout),
             nn.Linear(hidden, classes),
         ]
@@ -105,8 +106,8 @@ def _convnet(*channels: int) -> nn.Sequential:
     """Guo et al.: 3x3 convolutions, each with ReLU and group norm, then average pooling."""
     layers = []
     for i, (before, after) in enumerate(pairwise(channels)):
-        layers.append(nn.Conv2d(before, after, 3, stride=2 if i == 1 else 1, padding=1))
-        layers += [nn.ReLU(), GroupNorm(8, after)]
+        stride = 2 if i == 1 else 1
+        layers += [nn.Conv2d(before, after, 3, stride, padding=1), nn.ReLU(), GroupNorm(8, after)]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
@@ -114,8 +115,7 @@ def _resblocks(*channels: int) -> nn.Sequential:
     """Zhang et al.'s encoder for grey images: 3x3 convolutions, residual blocks and 2x2 pooling."""
     layers = []
     for before, after in pairwise(channels):
-        layers.append(nn.Conv2d(before, after, 3, padding=1))
-        layers += [ResidualBlock(after), nn.MaxPool2d(2)]
+        layers += [nn.Conv2d(before, after, 3, padding=1), ResidualBlock(after), nn.MaxPool2d(2)]
     return nn.Sequential(*layers)
 
 
@@ -124,9 +124,13 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, channels: int):
         super().__init__()
-        convolution = partial(nn.Conv2d, channels, channels, 3, padding=1, bias=False)
-        norm = partial(nn.BatchNorm2d, channels)
-        self.body = nn.Sequential(convolution(), norm(), nn.ReLU(), convolution(), norm())
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(x + self.body(x))
@@ -178,7 +182,8 @@ def _from_torchvision(name: str, channels: int, pretrained: str) -> nn.Module:
     if name == "vgg16":
         net = net.features
     else:
-        net.fc = nn.Linear(RESNETS[name], RESNETS[name])
+        width = net.fc.in_features
+        net.fc = nn.Linear(width, width)
     if not pretrained:
         return net
     # ((x + 1) / 2 - mean) / std with ImageNet's mean and std, for x in -1..1
