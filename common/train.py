@@ -133,7 +133,7 @@ class Trainer:
             batches = self._batches(k, t, total)
             optimizer = self._optimizer(model)
             own = {name: values[k] for name, values in each.items()}
-            with seeded(self.device, self.args.seed, "dropout", t, k):
+            with seeded(self.device, self.args.seed, "dropout", t, k):  # the same on any process
                 loss = client_update(
                     model, theta, batches, optimizer, self.autocast, **own, **options
                 )
