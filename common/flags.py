@@ -52,21 +52,17 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
-def add_first_flags(parser: Parser, dataset: str) -> None:
-    """The flags on which the defaults of all others depend."""
-    add = parser.add_argument_group("settings").add_argument
-    names = f"{', '.join(data.NAMES)}, or a folder of images"
-    add("--dataset", type=not_empty, default=dataset, help=names)
-    help = "our cut of the settings: minutes without a GPU"
-    add("--small", action=BooleanOptionalAction, default=False, help=help)
-    help = "continue what was started in this folder, with its flags"
-    add("--resume", type=not_empty, metavar="DIR", help=help)
-
-
 # fmt: off
 def add_shared_flags(parser: Parser) -> None:
-    """The other flags that all methods share."""
-    whole, share = at_least(1), at_least(0, float, 0.999)
+    """The flags that all methods share, with the defaults that hold if nothing else is said."""
+    whole = at_least(1)
+    add = parser.add_argument_group("settings").add_argument
+    add("--dataset", type=not_empty, help=f"{', '.join(data.NAMES)}, or a folder of images")
+    add("--small", action=BooleanOptionalAction, default=False,
+        help="our cut of the settings: minutes without a GPU")
+    add("--resume", type=not_empty, metavar="DIR",
+        help="continue what was started in this folder, with its flags")
+
     add = parser.add_argument_group("data").add_argument
     add("--data-dir", type=not_empty, default="data",
         help="folder of the data sets; downloads go there, too")
@@ -108,7 +104,7 @@ def add_shared_flags(parser: Parser) -> None:
     add("--batch-size", type=whole, default=32, help="B, samples in a step of local training")
     add("--lr", type=positive, default=0.05, help="step size of local training")
     add("--optimizer", choices=["sgd", "adam"], default="sgd", help="of local training")
-    add("--momentum", type=share, default=0.0, help="momentum of sgd")
+    add("--momentum", type=at_least(0, float, 0.999), default=0.0, help="momentum of sgd")
 
     add = parser.add_argument_group("run").add_argument
     add("--compare", action=BooleanOptionalAction, default=True,
@@ -159,37 +155,31 @@ def parse(
         description=f"{doc.strip().splitlines()[0]} The defaults depend on the data set, and are "
         "the paper's if the paper uses it: `--dataset mnist --help` shows those for mnist.",
     )
-    add_first_flags(parser, next(iter(settings)))
-    first, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
-    if first.resume:
-        defaults = saved_flags(first.resume, method)
-    else:
-        defaults = defaults_for(first.dataset, first.small, settings, small)
     add_shared_flags(parser)
     own_flags(parser.add_argument_group("this method").add_argument)
+    example = next(iter(settings))
+    parser.set_defaults(dataset=example)
+    # First only what was typed, because the defaults of all other flags depend on it
+    nothing = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([]))))
+    words = [word for word in argv if word not in ("-h", "--help")]
+    found = vars(parser.parse_args(words, nothing))
+    typed = {flag: value for flag, value in found.items() if value is not None}
+    if "resume" in typed:
+        defaults = saved_flags(typed, method)
+    else:
+        dataset = typed.get("dataset", example)
+        defaults = defaults_for(dataset, typed.get("small", False), settings, small)
     parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
-    words = [word.split("=")[0] for word in argv if word.startswith("--")]
-    typed = {word[2:].removeprefix("no-").replace("-", "_") for word in words}
+    if not args.resume:
+        fit_together(args, typed, defaults)
+        args.method = method
+        args.is_example = not typed.keys() - {*FREE, "out", "seed", "precision"}
+    now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # several runs may start in the same second
+    out = args.resume or args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}"
+    args.out = str(Path(out))  # without a last /
     sources = [Path(file), *sorted(Path(__file__).parent.glob("*.py"))]
     args.code = hashlib.sha1(b"".join(source.read_bytes() for source in sources)).hexdigest()
-    if first.resume:
-        refuse_changes(args, typed, defaults)
-        args.out = str(Path(first.resume))  # without a last /
-        return args
-
-    if "partition" not in typed and (args.test_domain or "partition" not in defaults):
-        args.partition = "domain" if args.test_domain or args.rotate else "dirichlet"
-    if "rotate" not in typed and args.partition not in ("domain", "silos"):
-        args.rotate = None  # the defaults' turned domains are for clients that hold one domain each
-    for flag, (other, values) in NEEDS.items():
-        if flag in typed and getattr(args, other) not in values:
-            shown = f"--{flag.replace('_', '-')}"
-            raise UserError(f"{shown} has no effect with --{other} {getattr(args, other)}")
-    now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # several runs may start in the same second
-    args.out = str(Path(args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}"))
-    args.method = method
-    args.is_example = not typed - {*FREE, "out", "seed", "precision"}
     return args
 
 
@@ -202,16 +192,12 @@ def defaults_for(dataset: str, small_run: bool, settings: dict, small: dict) -> 
     return {**defaults, **small.get(kind, small["other"])} if small_run else defaults
 
 
-def refuse_changes(args: argparse.Namespace, typed: set[str], saved: dict) -> None:
-    """Raises UserError if a flag that was typed differs from that of the run to resume."""
-    for flag in typed - {*FREE}:
-        if getattr(args, flag, None) != saved.get(flag):
-            shown = f"--{flag.replace('_', '-')}"
-            raise UserError(f"{args.resume} was run with another {shown}: leave {shown} out")
+def saved_flags(typed: dict, method: str) -> dict:
+    """The flags of the run, or of the comparison, in the folder that --resume names.
 
-
-def saved_flags(folder: str, method: str) -> dict:
-    """The flags of the run, or of the comparison, in this folder."""
+    Raises UserError if there is none, or if another flag that was typed differs from its flags.
+    """
+    folder = typed["resume"]
     try:
         saved = json.loads((Path(folder) / "args.json").read_text())["flags"]
         if saved["method"] != method:
@@ -219,5 +205,21 @@ def saved_flags(folder: str, method: str) -> dict:
         seeds = saved["seed"] if isinstance(saved["seed"], list) else [saved["seed"]]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"--resume {folder}: there is no run to resume ({first_line(e)})") from e
-    own = {flag: value for flag, value in saved.items() if flag not in ("resume", "processes")}
-    return {**own, "seed": seeds}
+    saved |= {"seed": seeds, "processes": None}
+    for flag, value in typed.items():
+        if flag not in FREE and value != saved.get(flag):
+            shown = f"--{flag.replace('_', '-')}"
+            raise UserError(f"{folder} was run with another {shown}: leave {shown} out")
+    return saved
+
+
+def fit_together(args: argparse.Namespace, typed: dict, defaults: dict) -> None:
+    """Sets the defaults that depend on other flags. Raises UserError if a flag has no effect."""
+    if "partition" not in typed and (args.test_domain or "partition" not in defaults):
+        args.partition = "domain" if args.test_domain or args.rotate else "dirichlet"
+    if "rotate" not in typed and args.partition not in ("domain", "silos"):
+        args.rotate = None  # the defaults' turned domains are for clients that hold one domain each
+    for flag, (other, values) in NEEDS.items():
+        if flag in typed and getattr(args, other) not in values:
+            shown = f"--{flag.replace('_', '-')}"
+            raise UserError(f"{shown} has no effect with --{other} {getattr(args, other)}")
