@@ -1,22 +1,10 @@
-"""On which device, in which precision and with which memory a run computes."""
+"""On which device, in which precision and from which random state a run computes."""
 
-import ctypes
-import os
 from contextlib import contextmanager
 
 import torch
 
 from common import UserError, first_line, random_at, ranks
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-
-
-def keep_freed_memory() -> None:
-    """Stops glibc from returning freed memory, so that each batch reuses the last one's buffers."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    sizes = (1 << 30, 1 << 25)  # old versions refuse the first
-    if mallopt and any(mallopt(M_MMAP_THRESHOLD, size) for size in sizes):
-        mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
 def pick_device(name: str) -> torch.device:
@@ -30,14 +18,11 @@ def pick_device(name: str) -> torch.device:
         name = f"cuda:{ranks.RANK % max(1, torch.cuda.device_count())}"
     try:
         device = torch.ones(1, device=name).device  # cuda becomes cuda:0
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("only cpu and cuda were tried")
     except (RuntimeError, AssertionError) as e:
-        raise UserError(
-            f"--device {name} cannot be used ({first_line(e)[:120]}): choose auto or cpu"
-        ) from e
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(
-            f"--device {name} cannot be used (only cpu and cuda were tried): choose auto or cpu"
-        )
+        why = first_line(e)[:120]
+        raise UserError(f"--device {name} cannot be used ({why}): choose auto or cpu") from e
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.deterministic = True  # a resumed run must end with the same bytes

@@ -36,7 +36,6 @@ def prepare(args: Namespace, **options):
     options  of models.build
     """
     dataset, clients, model = assemble(args, **options)
-    devices.keep_freed_memory()
     device = devices.pick_device(args.device)
     ranks.connect()
     precision = devices.pick_precision(args.precision, device)
