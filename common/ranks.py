@@ -43,11 +43,8 @@ def launch(main: Callable[[], object]) -> None:
     _may_fork = True
     torch.set_num_threads(1)  # before anything is computed, because threads do not survive a fork
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (closed by the user)
-    if RANK > 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
-        if COUNT > 1:  # torchrun's ranks meet first, so that all see it if a mistake ends one
-            connect()
+        connect()  # torchrun's ranks meet first, so that all see it if a mistake ends one
         main()
         return
     except UserError as e:
@@ -125,9 +122,8 @@ def _rank(rank: int, work: Callable[[], None], count: int, folder: Path) -> None
     RANK, COUNT, MEETING = rank, count, f"file://{folder}/meeting"
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C and the parent's death end it at once
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    if rank > 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
+        connect()
         work()
     except (UserError, OSError) as e:
         (folder / f"error{rank}").write_bytes(pickle.dumps(e))
@@ -138,14 +134,17 @@ def _rank(rank: int, work: Callable[[], None], count: int, folder: Path) -> None
 
 
 def connect() -> None:
-    """Connects the ranks, if there are several."""
-    if COUNT > 1 and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        patience = timedelta(days=7)  # one client may train for hours
-        try:
-            dist.init_process_group(backend, MEETING, rank=RANK, world_size=COUNT, timeout=patience)
-        except (RuntimeError, ValueError) as e:
-            raise UserError(f"the processes cannot connect to each other ({first_line(e)})") from e
+    """Connects the ranks, if there are several, and lets only the first one print."""
+    if COUNT == 1:
+        return
+    if RANK > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (open until the program ends)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    patience = timedelta(days=7)  # one client may train for hours
+    try:
+        dist.init_process_group(backend, MEETING, rank=RANK, world_size=COUNT, timeout=patience)
+    except (RuntimeError, ValueError) as e:
+        raise UserError(f"the processes cannot connect to each other ({first_line(e)})") from e
 
 
 def agree(facts: dict) -> None:

@@ -37,7 +37,6 @@ def prepare(args: Namespace, **options):
     """
     dataset, clients, model = assemble(args, **options)
     device = devices.pick_device(args.device)
-    ranks.connect()
     precision = devices.pick_precision(args.precision, device)
     args = Namespace(**{**vars(args), "precision": precision})
     run = Run(args, dataset, clients, device)
