@@ -25,30 +25,33 @@ FREE = ("resume", "device", "data_dir", "processes")  # flags that a resumed run
 class Run:
     """A run and its folder args.out: args.json, metrics.csv, checkpoint.pt, model.pt and pictures.
 
-    kept  what the run was told to keep at the end of its last round; empty in a new run
-    rows  what metrics.csv holds, one dict per round, with numbers as numbers and lists as lists
-    t     the last finished round; within a round, that round
-    due   whether the accuracies of this round are to be measured
+    kept   what the run was told to keep at the end of its last round; empty in a new run
+    rows   what metrics.csv holds, one dict per round, with numbers as numbers and lists as lists
+    t      the last finished round; within a round, that round
+    due    whether the accuracies of this round are to be measured
+    facts  flags, data and code, which must be the same in all ranks and in a resumed run
 
-    Raises UserError if the checkpoint in the folder belongs to other flags, data or code.
+    Raises UserError if they differ in the ranks, or from those of the checkpoint in the folder.
     """
 
-    def __init__(self, args: Namespace, data: Dataset, clients: Clients, device: torch.device):
+    def __init__(self, args: Namespace, data: Dataset, clients: Clients, model: nn.Module, device):
         self.args, self.data, self.clients, self.folder = args, data, clients, Path(args.out)
         self.kept, self.rows, self.t, self.due = {}, [], 0, False
-        ours = (*FREE, "out", "name", "code", "is_example", "every")
-        flags = {flag: value for flag, value in vars(args).items() if flag not in ours}
-        self.facts = {"flags": flags, "data": data.fingerprint(), "code": args.code}
+        self.facts = {"code": args.code, "data": data.fingerprint(), **vars(args)}
+        for flag in (*FREE, "out", "name", "is_example", "every"):
+            self.facts.pop(flag, None)
         self.started = self.began = time.monotonic()
         self.saved_at = -SAVE_EVERY  # so that the first round is saved at once
         self.bar, self.estimated = None, False
-        if args.resume and (self.folder / "checkpoint.pt").exists():
-            self._restore(self.folder / "checkpoint.pt", device)
+        checkpoint = self.folder / "checkpoint.pt"
+        if args.resume and checkpoint.exists():
+            self._restore(checkpoint, device)
         self.begins_at = self.t
-        others = {"data": data.fingerprint(), "code": args.code, "round": self.t}
+        weights = train.get_weights(model).double().sum().item()
+        others = {"seeds": vars(args).get("every"), "round": self.t, "initial weights": weights}
         if self.t:
-            others["checkpoint"] = zlib.crc32((self.folder / "checkpoint.pt").read_bytes())
-        ranks.agree({**flags, **others, "seeds": vars(args).get("every")})
+            others["checkpoint"] = zlib.crc32(checkpoint.read_bytes())
+        ranks.agree({**self.facts, **others})
 
     def _restore(self, file: Path, device: torch.device) -> None:
         """Takes up what the checkpoint in this file holds."""
@@ -57,8 +60,8 @@ class Run:
         except Exception as e:  # torch raises many types for a file that is damaged
             raise UserError(f"{file} cannot be read ({type(e).__name__}): start a new run") from e
         for what, fact in self.facts.items():
-            if found[what] != fact:
-                raise UserError(f"{file} belongs to other {what}: restore them, or start a new run")
+            if found.get(what) != fact:
+                raise UserError(f"{file} belongs to other {what}: use those, or start a new run")
         self.kept, self.rows = found["kept"], found["rows"]
         self.t = self.rows[-1]["round"]
         self.started -= self.rows[-1]["seconds"]
@@ -88,15 +91,10 @@ class Run:
         )
         if ranks.RANK == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            about = {
-                "flags": vars(self.args),
-                "python": sys.version.split()[0],
-                "processes": ranks.COUNT,
-            }
+            about = {"flags": vars(self.args), "python": sys.version.split()[0]}
             about |= {package: version(package) for package in ("torch", "torchvision")}
-            self._write(
-                "args.json", lambda part: part.write_text(json.dumps(about, indent=1) + "\n")
-            )
+            text = json.dumps({**about, "processes": ranks.COUNT}, indent=1) + "\n"
+            self._write("args.json", lambda part: part.write_text(text))
             plots.partition(self.folder / "partition.png", self.data, self.clients)
             if self.args.partition in ("domain", "silos"):
                 plots.samples(self.folder / "samples.png", self.data)
@@ -106,12 +104,11 @@ class Run:
         self._open()
         self.bar.update(min(share, self.t - self.bar.n))
         elapsed, done = time.monotonic() - self.began, self.bar.n - self.begins_at
-        if self.estimated or elapsed < 20 or not done:
-            return
-        self.estimated = True
-        hours = elapsed / done * (self.bar.total - self.bar.n) / 3600
-        if hours > 2:
-            tqdm.write(f"{self.args.name}: this run will take about {hours:.0f} hours")
+        if not self.estimated and elapsed >= 20 and done:
+            self.estimated = True
+            hours = elapsed / done * (self.bar.total - self.bar.n) / 3600
+            if hours > 2:
+                tqdm.write(f"{self.args.name}: this run will take about {hours:.0f} hours")
 
     def record(self, t: int, keep: dict, **values) -> None:
         """Ends round t: adds a row to metrics.csv, shows it, and saves from time to time.
@@ -170,8 +167,8 @@ class Run:
 
 def check_free(folder: Path) -> None:
     """Raises UserError if this folder holds something, so that no run overwrites another one."""
-    holds = {file.name for file in folder.iterdir()} if folder.is_dir() else {folder.name}
-    if folder.exists() and holds - {"args.json"}:  # flags alone: the first run never began
+    holds = {file.name for file in folder.glob("*")} - {"args.json"}  # flags alone: it never began
+    if holds or folder.is_file():
         raise UserError(
             f"{folder} is taken: choose another --out, or continue the run in it with --resume"
         )

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import torch
 
-from common import UserError, data, devices, models, ranks, splits
+from common import UserError, data, devices, models, splits
 from common.runs import Run
 from common.train import Trainer
 
@@ -39,8 +39,6 @@ def prepare(args: Namespace, **options):
     device = devices.pick_device(args.device)
     precision = devices.pick_precision(args.precision, device)
     args = Namespace(**{**vars(args), "precision": precision})
-    run = Run(args, dataset, clients, device)
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    ranks.agree({"initial weights": weights.double().sum().item()})
+    run = Run(args, dataset, clients, model, device)
     trainer = Trainer(dataset, clients, device, args, run.progress)
     return clients, model.to(device, memory_format=torch.channels_last), trainer, run

@@ -288,7 +288,7 @@ def test_a_baseline_never_overwrites_another_run(start):
     assert outcome(folder / "run-equal") == before and not (folder / "run").exists()
 
 
-@pytest.mark.parametrize("changed", ["typed", "flags", "data", "code"])
+@pytest.mark.parametrize("changed", ["typed", "rounds", "data", "code"])
 def test_a_run_does_not_go_on_with_other_flags_data_or_code(
     start, whole, launched, tmp_path, monkeypatch, changed
 ):
@@ -296,7 +296,7 @@ def test_a_run_does_not_go_on_with_other_flags_data_or_code(
     before, more, says = outcome(folder), "", f"belongs to other {changed}"
     if changed == "typed":
         more, says = "--lr 3", "was run with another --lr: leave --lr out"
-    elif changed == "flags":
+    elif changed == "rounds":
         file = folder / "args.json"
         file.write_text(file.read_text().replace('"rounds": 4', '"rounds": 9'))
     elif changed == "data":
@@ -384,7 +384,7 @@ def test_a_run_of_more_than_two_hours_says_so_once(
     monkeypatch.setattr(runs, "time", Namespace(monotonic=lambda: next(clock)))
     monkeypatch.chdir(tmp_path)
     args = settings(partition="iid", clients=3, rounds=rounds, name="FedAvg")
-    run = runs.Run(args, tiny, deal(tiny, args), torch.device("cpu"))
+    run = runs.Run(args, tiny, deal(tiny, args), torch.nn.Linear(1, 1), torch.device("cpu"))
     next(run.rounds(rounds))
     for share in (0.1, 0.4, 0.1):
         run.progress(share)
