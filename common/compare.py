@@ -42,6 +42,7 @@ def compare(
     args.out. Then come the table, curves.png, and the verdict. If there are several processes, they
     are forked here, and do all of this together. Returns the runs, or None if others have run them.
     """
+    label = getattr(args, "name", label)  # a baseline that is resumed alone keeps its name
     changes = {label: {}}
     for name, flags in baselines.items():
         if args.compare and any(getattr(args, flag) != value for flag, value in flags.items()):

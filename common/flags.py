@@ -142,8 +142,8 @@ def parse(
     own_flags  called with argparse's add_argument, to add the method's own flags
 
     Adds `method`, its name; `code`, a hash of its file and of common/; and `is_example`, whether
-    this is the example as it stands. Raises UserError for flags that make no sense or have no
-    effect.
+    this is the example as it stands. Raises UserError for flags that make no sense, or that
+    NEEDS says have no effect.
     """
     argv = sys.argv[1:] if argv is None else argv
     method = Path(file).stem
@@ -217,8 +217,9 @@ def fit_together(args: argparse.Namespace, typed: dict, defaults: dict) -> None:
     """Sets the defaults that depend on other flags. Raises UserError if a flag has no effect."""
     if "partition" not in typed and (args.test_domain or "partition" not in defaults):
         args.partition = "domain" if args.test_domain or args.rotate else "dirichlet"
-    if "rotate" not in typed and args.partition not in ("domain", "silos"):
-        args.rotate = None  # the defaults' turned domains are for clients that hold one domain each
+    holds_one_domain = args.partition in ("domain", "silos")
+    if "rotate" not in typed and not holds_one_domain and not args.test_domain:
+        args.rotate = None  # nobody needs the domains that the defaults make
     for flag, (other, values) in NEEDS.items():
         if flag in typed and getattr(args, other) not in values:
             shown = f"--{flag.replace('_', '-')}"

@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from threading import Thread
 
 import torch
 import torch.nn as nn
@@ -15,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import UserError, first_line, plots, ranks, train
-from common.data import Dataset
+from common.data import DRAWN, Dataset
 from common.splits import Clients
 
 SAVE_EVERY = 30  # seconds between two checkpoints, at least
@@ -89,6 +90,8 @@ class Run:
             mininterval=0.2 if sys.stderr.isatty() else 60,
             disable=ranks.RANK > 0,
         )
+        if sys.stderr.isatty():  # a batch may take a minute
+            Thread(target=self._tick, daemon=True).start()
         if ranks.RANK == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             about = {"flags": vars(self.args), "python": sys.version.split()[0]}
@@ -99,6 +102,12 @@ class Run:
             if self.args.partition in ("domain", "silos"):
                 plots.samples(self.folder / "samples.png", self.data)
 
+    def _tick(self) -> None:
+        """Shows the time that has passed, every second until the bar is closed."""
+        while not self.bar.disable:
+            time.sleep(1)
+            self.bar.refresh()
+
     def progress(self, share: float) -> None:
         """Moves the clock by this share of a round. Training before round 1 counts as none."""
         self._open()
@@ -107,8 +116,10 @@ class Run:
         if not self.estimated and elapsed >= 20 and done:
             self.estimated = True
             hours = elapsed / done * (self.bar.total - self.bar.n) / 3600
+            can_be_less = not self.args.small and self.args.dataset not in DRAWN
+            shorter = ", and less with --small" * can_be_less
             if hours > 2:
-                tqdm.write(f"{self.args.name}: this run will take about {hours:.0f} hours")
+                tqdm.write(f"{self.args.name}: this run will take about {hours:.0f} hours{shorter}")
 
     def record(self, t: int, keep: dict, **values) -> None:
         """Ends round t: adds a row to metrics.csv, shows it, and saves from time to time.

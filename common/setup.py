@@ -36,6 +36,7 @@ def prepare(args: Namespace, **options):
     options  of models.build
     """
     dataset, clients, model = assemble(args, **options)
+    devices.keep_freed_memory()
     device = devices.pick_device(args.device)
     precision = devices.pick_precision(args.precision, device)
     args = Namespace(**{**vars(args), "precision": precision})

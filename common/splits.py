@@ -319,7 +319,9 @@ def deal(data: Dataset, args: Namespace) -> Clients:
     chosen = draw(torch.arange(len(train)), m, random_at(args.seed, "participate")).tolist()
     others = set(range(len(train))) - set(chosen)
     order = chosen + sorted(others)
-    tests = {"ood": ood, **data.extra}
+    tests = {"ood": ood}
+    if not torch.isin(pool, data.test).any():  # else clients train on the shapes in data.extra
+        tests |= data.extra
     if args.partition in ("rare", "twins"):
         tests["rare"] = ood[data.y[ood] >= len(data.classes) - RARE]
     return Clients(

@@ -19,7 +19,10 @@ from results.tables import pm, read_csv, series, with_interval, without_empty_co
 
 ACCURACIES = "id_accuracy ood_accuracy rare_accuracy neutral_accuracy turned_accuracy"
 COLUMNS = [*ACCURACIES.split(), "mA", "mE", "train_loss"]
-NOT_COMPARED = ["seed", "out", "resume", "device", "data_dir", "processes", "compare", "name"]
+NOT_COMPARED = [
+    "seed", "out", "resume", "device", "data_dir", "processes", "compare", "name", "every",
+    "is_example",
+]  # fmt: skip
 
 
 def read(folder):
@@ -61,8 +64,8 @@ def group(folders):
         label = name
         for flag, value in flags:
             if any(name in other and (flag, value) not in other for other in found):
-                label += f" {flag}={value[:12]}"
-        named.setdefault(label, {}).update(runs)
+                label += f" {flag}={value[:7] if flag == 'code' else value}"
+        named[label] = runs
     return named
 
 

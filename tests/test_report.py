@@ -54,6 +54,19 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row(tmp_path, compared):
     assert rows["UEFL (uefl) code=abc"] == ["0", "30.0", "70.0"], "other code is another row"
 
 
+def test_long_values_that_begin_alike_are_two_rows_and_how_a_run_was_started_is_none(
+    tmp_path, compared
+):
+    for name in ("PACS", "VLCS"):
+        path = f"/a/long/path/to/{name}"
+        for seed, every in enumerate(["[0]", "[0, 1]"]):
+            out = tmp_path / f"runs/{name}{seed}"
+            make_run(out, [0.5], seed, dataset=path, every=every, is_example=bool(seed))
+    rows = compared("runs")
+    labels = [f"FedIIR (fediir) dataset=/a/long/path/to/{name}" for name in ("PACS", "VLCS")]
+    assert [rows[label][0] for label in labels] == ["0 1", "0 1"]
+
+
 def test_differences_are_paired_over_the_seeds_that_both_have(tmp_path, compared):
     """The interval is that of scipy's paired t-test; seed 4 has no partner."""
     ours, theirs = [0.50, 0.62, 0.45], [0.41, 0.55, 0.47]

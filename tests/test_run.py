@@ -1,4 +1,5 @@
 import itertools
+import json
 import shutil
 import signal
 import subprocess
@@ -138,6 +139,8 @@ def test_a_run_that_was_stopped_in_its_baseline_goes_on_there(start, start_and_s
     for name in ("", "-equal"):
         assert outcome(folder / f"cut{name}") == outcome(folder / f"whole{name}")
     assert capsys.readouterr().out == printed
+    start(entropy_weighting, "--resume cut-equal")
+    assert json.loads((folder / "cut-equal/args.json").read_text())["flags"]["name"] == "equal"
     assert len(list(folder.iterdir())) == 4
 
 
@@ -346,6 +349,8 @@ def test_label_skew_does_not_inherit_the_rotations_of_silos():
     assert parse(uefl, "--partition", "iid").rotate is None
     assert parse(uefl, "--partition", "iid", "--rotate", "15").rotate == [15]
     assert parse(uefl).rotate == parse(uefl, "--partition", "domain").rotate == [0, -50, 120]
+    mnist = parse(fediir, "--dataset", "mnist", "--partition", "iid")
+    assert mnist.rotate and float(mnist.test_domain) in mnist.rotate, "it leaves one angle out"
 
 
 @pytest.mark.parametrize("method", CUTS)
@@ -374,16 +379,21 @@ def test_evaluations_come_every_so_many_rounds_and_after_the_last(start):
 
 
 @pytest.mark.parametrize(
-    ("rounds", "says"), [(100, "FedAvg: this run will take about 3 hours\n"), (10, "")]
+    ("rounds", "dataset", "says"),
+    [
+        (100, "mnist", "FedAvg: this run will take about 3 hours, and less with --small\n"),
+        (100, "glyphs", "FedAvg: this run will take about 3 hours\n"),
+        (10, "mnist", ""),
+    ],
 )
 def test_a_run_of_more_than_two_hours_says_so_once(
-    tiny, tmp_path, monkeypatch, capsys, rounds, says
+    tiny, tmp_path, monkeypatch, capsys, rounds, dataset, says
 ):
-    """Half a round takes a minute, so 99.5 rounds take 3.3 hours."""
+    """Half a round takes a minute, so 99.5 rounds take 3.3 hours. Glyphs have no --small."""
     clock = iter([0, 0, 19, 60, 61])
     monkeypatch.setattr(runs, "time", Namespace(monotonic=lambda: next(clock)))
     monkeypatch.chdir(tmp_path)
-    args = settings(partition="iid", clients=3, rounds=rounds, name="FedAvg")
+    args = settings(dataset=dataset, partition="iid", clients=3, rounds=rounds, name="FedAvg")
     run = runs.Run(args, tiny, deal(tiny, args), torch.nn.Linear(1, 1), torch.device("cpu"))
     next(run.rounds(rounds))
     for share in (0.1, 0.4, 0.1):

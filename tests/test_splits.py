@@ -194,6 +194,15 @@ def test_a_silos_size_is_that_of_its_training_samples_also_without_a_test_set(ti
         assert [len(t) for t in clients.train] == [size, size]
 
 
+def test_further_test_sets_are_left_out_where_clients_train_on_their_images(tiny):
+    data = replace(tiny, extra={"neutral": tiny.test})
+    assert torch.equal(dealt(data, "iid", clients=4).tests["neutral"], tiny.test)
+    assert "neutral" not in dealt(data, "iid", clients=4, test_domain="dark").tests
+    only_test = tiny.domain.clone().index_fill(0, tiny.test, 2)
+    data = replace(data, domain=only_test, domains=["light", "dark", "test"])
+    assert "neutral" in dealt(data, "domain", test_domain="test").tests
+
+
 @pytest.mark.parametrize("test_domain", [None, "dark"])
 @pytest.mark.parametrize(("partition", "holders"), [("rare", 1), ("twins", 2)])
 def test_a_rare_class_is_held_by_one_client_or_two_that_hold_nothing_else(
