@@ -24,9 +24,9 @@ Where the paper is silent
 2. H_i is the entropy of a client's training labels, in nats. Wrong labels are counted, too, because
    no client knows them; they usually raise H_i.
 3. The paper says only "a CNN". Ours is the CNN of McMahan et al. ResNet-18 has group norm and a
-   hidden layer before the classifier (common/models.py). The local solver is client_update of
-   fedavg.py. With --partition dirichlet each class has a draw of its own, and a client with fewer
-   than ten samples gets some of the largest client's, which raises its entropy.
+   hidden layer before the classifier (common/models.py). The local solver trains as fedavg.py
+   does. With --partition dirichlet each class has a draw of its own, and a client with fewer than
+   ten samples gets some of the largest client's, which raises its entropy.
 4. ID: the paper tests on the local test sets of the selected clients (`id_selected` in
    metrics.csv), while our ID uses those of all participating clients. A local test set is a fifth
    of a client's samples (a tenth with --partition domain).

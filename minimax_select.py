@@ -32,7 +32,7 @@ Where the paper is silent or unclear
    table is zero, or whose first update is not finite, is not selected.
 4. "A CNN" is that of McMahan et al. ResNet-18 has group norm and a hidden layer before the
    classifier (common/models.py). In models with batch norm, g contains its statistics, too.
-   LocalSolver is client_update of fedavg.py: SGD without momentum on the cross-entropy.
+   LocalSolver is SGD without momentum on the cross-entropy, as in fedavg.py.
 5. ID: the paper tests on the local test sets of the selected clients (`id_selected` in
    metrics.csv), while our ID uses those of all participating clients. A local test set is a fifth
    of the client's samples (a tenth with --partition domain).

@@ -44,7 +44,7 @@ Where the paper is silent or unclear
    may use it, by n_k.
 4. Line 22 lacks the minus sign of equation 6. e_k is the mean, over the client's held-out samples,
    of the entropy of the mean probabilities of all passes. For a silo, these samples come from the
-   test set if there is one; it needs no labels. mA, mE and mP are means over clients of accuracy
+   test set if there is one; e_k needs no labels. mA, mE and mP are means over clients of accuracy
    (of the mean probabilities of all passes), e_k, and perplexity, exp(entropy) of how often each
    codeword is used.
 5. Codewords start from a Gaussian, ours a standard one. Tokens after ReLUs point in similar

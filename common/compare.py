@@ -72,8 +72,7 @@ def plans_of(args: Namespace) -> list[Namespace]:
     plans = []
     for seed in dict.fromkeys(args.seed):
         for domain in domains:
-            every = f"{args.seed} {domains}"  # so that ranks that differ in them notice it
-            plans.append(changed(args, seed=seed, test_domain=domain, every=every))
+            plans.append(changed(args, seed=seed, test_domain=domain))
     if len(plans) > 1:
         for plan in plans:
             plan.out = f"{args.out}/seed{plan.seed}" + f"-{plan.test_domain}" * (len(domains) > 1)
@@ -82,6 +81,7 @@ def plans_of(args: Namespace) -> list[Namespace]:
 
 def run_all(args, federate, label, changes, plans, prediction, shows_in) -> Runs:
     """Runs everything, and shows what came out."""
+    ranks.agree({"seeds": args.seed, "domains": [plan.test_domain for plan in plans]})
     began = time.monotonic()
     runs: dict[str, list[Run]] = {name: [] for name in changes}
     if len(plans) > 1 and ranks.RANK == 0:
@@ -166,8 +166,8 @@ def report(runs: Runs, domains: Sequence[str]) -> None:
     run = runs[label][0]
     tests = {"ID": run.clients.held_out, **run.clients.tests}
     errors = [f"{98 / len(part) ** 0.5:.1f} ({name})" for name, part in tests.items()]
-    chance = percent(1 / len(run.data.classes))  # 98 / sqrt(n) is 1.96 standard errors at 50 %
-    errors = ", ".join(errors)
+    errors = ", ".join(errors)  # 98 / sqrt(n) is 1.96 standard errors at 50 %
+    chance = percent(1 / len(run.data.classes))
     print(f"Chance: {chance}. So few test images may move a number by {errors} points (95 %)")
 
 

@@ -1,4 +1,4 @@
-"""On which device, in which precision and with which memory a run computes."""
+"""On which device a run computes, in which precision, with which memory and random numbers."""
 
 import ctypes
 import os
@@ -34,14 +34,11 @@ def pick_device(name: str) -> torch.device:
         name = f"cuda:{ranks.RANK % max(1, torch.cuda.device_count())}"
     try:
         device = torch.ones(1, device=name).device  # cuda becomes cuda:0
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("only cpu and cuda were tried")
     except (RuntimeError, AssertionError) as e:
-        raise UserError(
-            f"--device {name} cannot be used ({first_line(e)[:120]}): choose auto or cpu"
-        ) from e
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(
-            f"--device {name} cannot be used (only cpu and cuda were tried): choose auto or cpu"
-        )
+        why = first_line(e)[:120]
+        raise UserError(f"--device {name} cannot be used ({why}): choose auto or cpu") from e
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.deterministic = True  # a resumed run must end with the same bytes

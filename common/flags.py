@@ -45,6 +45,13 @@ def not_empty(text: str) -> str:
     return text
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Names the default of each flag that has one."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """Reports a wrong flag as a UserError."""
 
@@ -151,7 +158,7 @@ def parse(
         prog=f"{method}.py",
         usage="python %(prog)s [--flag value ...]",
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
         description=f"{doc.strip().splitlines()[0]} The defaults depend on the data set, and are "
         "the paper's if the paper uses it: `--dataset mnist --help` shows those for mnist.",
     )

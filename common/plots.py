@@ -106,7 +106,7 @@ def series(runs: Sequence[Rows], column: str) -> tuple[list[int], np.ndarray]:
     """The rounds in which all runs have a number in this column, and the numbers [runs, rounds]."""
     found = [{row["round"]: row[column] for row in rows if column in row} for rows in runs]
     at = sorted(set.intersection(*map(set, found)))
-    return at, np.array([[of_run[t] for t in at] for of_run in found]).reshape(len(runs), -1)
+    return at, np.array([[of_run[t] for t in at] for of_run in found])
 
 
 def partition(file: Path, data: Dataset, clients: Clients) -> None:

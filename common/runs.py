@@ -39,7 +39,7 @@ class Run:
         self.args, self.data, self.clients, self.folder = args, data, clients, Path(args.out)
         self.kept, self.rows, self.t, self.due = {}, [], 0, False
         self.facts = {"code": args.code, "data": data.fingerprint(), **vars(args)}
-        for flag in (*FREE, "out", "name", "is_example", "every"):
+        for flag in (*FREE, "out", "name", "is_example"):
             self.facts.pop(flag, None)
         self.started = self.began = time.monotonic()
         self.saved_at = -SAVE_EVERY  # so that the first round is saved at once
@@ -49,7 +49,7 @@ class Run:
             self._restore(checkpoint, device)
         self.begins_at = self.t
         weights = train.get_weights(model).double().sum().item()
-        others = {"seeds": vars(args).get("every"), "round": self.t, "initial weights": weights}
+        others = {"round": self.t, "initial weights": weights}
         if self.t:
             others["checkpoint"] = zlib.crc32(checkpoint.read_bytes())
         ranks.agree({**self.facts, **others})
@@ -169,7 +169,7 @@ class Run:
     def mean_of_last(self, column: str) -> float | None:
         """The mean of this column over the last five evaluations; None if there is none.
 
-        The share of rare clients among the selected is a mean over all rounds.
+        The share of rare clients among the selected is a mean over all evaluations.
         """
         found = [row[column] for row in self.rows if row.get(column) is not None]
         found = found if column == "rare_selected" else found[-5:]

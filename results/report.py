@@ -20,8 +20,7 @@ from results.tables import pm, read_csv, series, with_interval, without_empty_co
 ACCURACIES = "id_accuracy ood_accuracy rare_accuracy neutral_accuracy turned_accuracy"
 COLUMNS = [*ACCURACIES.split(), "mA", "mE", "train_loss"]
 NOT_COMPARED = [
-    "seed", "out", "resume", "device", "data_dir", "processes", "compare", "name", "every",
-    "is_example",
+    "seed", "out", "resume", "device", "data_dir", "processes", "compare", "name", "is_example",
 ]  # fmt: skip
 
 
