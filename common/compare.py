@@ -81,7 +81,8 @@ def plans_of(args: Namespace) -> list[Namespace]:
 
 def run_all(args, federate, label, changes, plans, prediction, shows_in) -> Runs:
     """Runs everything, and shows what came out."""
-    ranks.agree({"seeds": args.seed, "domains": [plan.test_domain for plan in plans]})
+    domains = [*dict.fromkeys(plan.test_domain for plan in plans)]
+    ranks.agree({"seeds": args.seed, "domains": domains})
     began = time.monotonic()
     runs: dict[str, list[Run]] = {name: [] for name in changes}
     if len(plans) > 1 and ranks.RANK == 0:
@@ -101,7 +102,6 @@ def run_all(args, federate, label, changes, plans, prediction, shows_in) -> Runs
             print(f"{i + 1} of {len(plans)} done, {left / 60:.0f} minutes left", flush=True)
     rows = {name: [run.rows for run in of_name] for name, of_name in runs.items()}
     chance = 1 / len(runs[label][0].data.classes)
-    domains = [*dict.fromkeys(plan.test_domain for plan in plans)]
     plots.curves(Path(args.out) / "curves.png", rows, chance, domains)
     report(runs, domains)
     for name, of_name in runs.items():

@@ -241,10 +241,11 @@ class Trainer:
         predicted, and is predicted rightly: twice [parts, classes]. Raises UserError if a loss is
         not finite, because the largest of NaN logits would count as class 0.
         """
-        batches = [batch for part in parts for batch in part.split(self.chunk)]
+        pieces = [part.split(self.chunk) for part in parts]
+        batches = [batch for of_part in pieces for batch in of_part]
         ids = torch.arange(len(batches))  # the processes share the batches, not the parts
         rows = self.map(answers, model, theta, ids, batches, t=0, classes=self.classes).cpu()
-        of_parts = rows.split([len(part.split(self.chunk)) for part in parts])
+        of_parts = rows.split([len(of_part) for of_part in pieces])
         sums = torch.stack([of_part.sum(0) for of_part in of_parts])
         loss, predicted, hits = sums.split([1, self.classes, self.classes], dim=1)
         n = torch.tensor([len(part) for part in parts])

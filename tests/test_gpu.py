@@ -1,4 +1,4 @@
-"""These tests need a GPU. Without one they are skipped."""
+"""These tests need a GPU: `pytest tests/test_gpu.py`. Among the other tests they are skipped."""
 
 import pytest
 import torch

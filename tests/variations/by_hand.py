@@ -26,3 +26,14 @@ def kept(folder):
 def selections(rows):
     """The clients selected in each round."""
     return [[int(k) for k in row["selected"].split()] for row in rows]
+
+
+def poison(monkeypatch, client):
+    """From now on the images of this client are NaN, so its uploads are never finite."""
+    batches = Trainer._batches
+
+    def poisoned(self, k, t, total):
+        for x, y in batches(self, k, t, total):
+            yield x * (torch.nan if k == client else 1), y
+
+    monkeypatch.setattr(Trainer, "_batches", poisoned)

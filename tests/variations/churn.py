@@ -3,13 +3,12 @@ from itertools import combinations
 import pytest
 import torch
 import torch.nn.functional as F
-from by_hand import kept, prepared, selections
+from by_hand import kept, poison, prepared, selections
 from conftest import read_rows
 
 import convex_hull_select
 import minimax_select
 from common import random_at, splits, train
-from common.train import Trainer
 
 CUT = "--model cnn --width 0.125 --local-epochs 1 --lr 0.1 --partition dirichlet --dirichlet 0.5 "
 CUT += "--clients 8 --participating 6 --rounds 5 --no-compare "
@@ -76,12 +75,6 @@ def test_only_present_clients_are_selected(start, method, more):
 @pytest.mark.parametrize("method", [convex_hull_select, minimax_select])
 def test_a_client_whose_uploads_are_never_finite_is_left_out(start, monkeypatch, method):
     """From round 2 on, client 3 is the only one without an update in the table."""
-    batches = Trainer._batches
-
-    def poisoned(self, k, t, share):
-        for x, y in batches(self, k, t, share):
-            yield x * (torch.nan if k == 3 else 1), y
-
-    monkeypatch.setattr(Trainer, "_batches", poisoned)
+    poison(monkeypatch, client=3)
     rows = read_rows(start(method, CUT + "--sample 4 --churn 0 --out run") / "run")
     assert len(rows) == 5 and not any(3 in selected for selected in selections(rows))

@@ -1,12 +1,11 @@
 import pytest
 import torch
-from by_hand import selections
+from by_hand import poison, selections
 from common.sketch import sketch
 from conftest import read_rows
 
 import convex_hull_select
 import minimax_select
-from common.train import Trainer
 
 CUT = "--model cnn --width 0.125 --local-epochs 1 --lr 0.1 --partition dirichlet --dirichlet 0.5 "
 CUT += "--clients 8 --participating 6 --rounds 2 --no-compare --sketch 64 "
@@ -32,12 +31,6 @@ def test_a_sketch_keeps_the_cosines_up_to_its_error_bound():
 @pytest.mark.parametrize("method", [convex_hull_select, minimax_select])
 def test_a_client_whose_uploads_are_never_finite_is_left_out(start, monkeypatch, method):
     """In line 1 the clients train five at a time, so client 5 trains alone."""
-    batches = Trainer._batches
-
-    def poisoned(self, k, t, share):
-        for x, y in batches(self, k, t, share):
-            yield x * (torch.nan if k == 5 else 1), y
-
-    monkeypatch.setattr(Trainer, "_batches", poisoned)
+    poison(monkeypatch, client=5)
     rows = read_rows(start(method, CUT + "--sample 5 --out run") / "run")
     assert len(rows) == 2 and not any(5 in selected for selected in selections(rows))
