@@ -46,10 +46,11 @@ import torch
 from scipy.spatial import ConvexHull
 from torch import Tensor
 
-from common import UserError, flags, plots, random_at, runs, splits, train
-from common.compare import compare
+from common import UserError, random_at, splits, train
 from common.ranks import launch
-from common.setup import prepare
+from common.runner import flags
+from common.runner.compare import compare
+from common.runner.setup import prepare
 
 
 def usable_rows(g: Tensor) -> Tensor:
@@ -112,11 +113,11 @@ def hull_vertices(g: Tensor, dim: int, scale: bool = False) -> Tensor:
     return usable[vertices.to(usable.device)]
 
 
-def federate(args) -> runs.Run:
+def federate(args):
     """Algorithm 2 with these flags."""
     clients, model, trainer, run = prepare(args)
-    if run.kept:
-        w, table = run.kept["w"], run.kept["table"]
+    if run.state:
+        w, table = run.state["w"], run.state["table"]
     else:
         w = train.get_weights(model)
         trained, ws, _ = trainer.train(train.local_solver, model, w, clients.ids, 0)  # line 1
@@ -143,14 +144,14 @@ def federate(args) -> runs.Run:
             n = torch.ones_like(n)
         alpha = n / n.sum()
         w = w - alpha @ g  # line 9
-        measures = trainer.evaluate(model, w, trained) if run.due else {}
+        measures = trainer.evaluate(model, w, trained) if run.evaluate_now else {}
         measures |= {"train_loss": alpha @ losses, "vertices": len(vertices)}
         run.record(t, {"w": w, "table": table}, selected=trained, **measures)
 
     usable = usable_rows(table)
     plane = principal_components(table[usable], 2, args.unit_length)
     vertices = hull_vertices(table, args.hull_dim, args.unit_length)
-    plots.hull(run.folder / "hull.png", usable.cpu(), plane, vertices.cpu(), clients, run.rows)
+    run.draw("hull", usable.cpu(), plane, vertices.cpu())
     return run.finish(model, w)
 
 
@@ -183,7 +184,7 @@ SMALL = {
 
 def own_flags(add) -> None:
     kinds, by = ["hull", "interior", "random"], ["equal", "size"]
-    dim = flags.at_least(1, int, 8)
+    dim = flags.within(int, 1, 8)
     add("--selection", choices=kinds, default="hull", help="line 3, or as many, chosen otherwise")
     add("--hull-dim", type=dim, default=3, help="principal components in which the hull is built")
     add("--unit-length", action="store_true", help="first scale the gradients to length 1")

@@ -48,10 +48,11 @@ uploads of H_i, and the methods FedALRC and FedGAMMA of figures 8 and 9 are not 
 import torch
 from torch import Tensor
 
-from common import flags, plots, random_at, runs, splits, train
-from common.compare import compare
+from common import random_at, splits, train
 from common.ranks import launch
-from common.setup import prepare
+from common.runner import flags
+from common.runner.compare import compare
+from common.runner.setup import prepare
 
 
 def label_entropy(label_counts: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ def entropy_weights(label_counts: Tensor) -> Tensor:
     return torch.softmax(label_entropy(label_counts), 0)
 
 
-def federate(args) -> runs.Run:
+def federate(args):
     """Section IV-A with these flags."""
     clients, model, trainer, run = prepare(args)
     counts = splits.label_counts(run.data, clients.train)[: clients.participating]
@@ -92,7 +93,7 @@ def federate(args) -> runs.Run:
         "size": sizes / sizes.sum(),
         "equal": torch.full_like(sizes, 1 / len(sizes)),
     }
-    w = run.kept.get("w", train.get_weights(model))
+    w = run.state.get("w", train.get_weights(model))
     for t in run.rounds(args.rounds):
         selected = splits.draw(clients.ids, clients.sample, random_at(args.seed, "select", t))
         # Line 4: ids [k], weights [k, P], losses [k] of the clients whose upload is finite
@@ -103,10 +104,10 @@ def federate(args) -> runs.Run:
         objective = alpha.double() @ entropies[trained]  # line 6
         alpha = alpha.to(g)
         w = w - alpha @ g  # line 5
-        measures = trainer.evaluate(model, w, trained) if run.due else {}
+        measures = trainer.evaluate(model, w, trained) if run.evaluate_now else {}
         measures |= {"train_loss": alpha @ losses, "objective": objective}
         run.record(t, {"w": w}, selected=trained, **measures)
-    plots.label_weights(run.folder / "weights.png", counts, entropies, alphas)
+    run.draw("weights", counts, entropies, alphas)
     return run.finish(model, w)
 
 

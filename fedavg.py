@@ -49,10 +49,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import flags, random_at, runs, splits, train
-from common.compare import compare
+from common import random_at, splits, train
 from common.ranks import launch
-from common.setup import prepare
+from common.runner import flags
+from common.runner.compare import compare
+from common.runner.setup import prepare
 
 
 def client_update(model, theta, batches, optimizer, autocast):
@@ -84,10 +85,10 @@ def select(args, clients, trainer, model, theta: Tensor, t: int) -> Tensor:
     return splits.draw(clients.ids, clients.sample, random_at(args.seed, "select", t), sizes)
 
 
-def federate(args) -> runs.Run:
+def federate(args):
     """Algorithm 1 with these flags."""
     clients, model, trainer, run = prepare(args)
-    theta = run.kept.get("theta", train.get_weights(model))  # line 1, or of a resumed run
+    theta = run.state.get("theta", train.get_weights(model))  # line 1, or of a resumed run
     for t in run.rounds(args.rounds):  # line 2
         selected = select(args, clients, trainer, model, theta, t)  # line 3
         # Lines 5 to 12: ids [k], weights [k, P], losses [k] of the clients whose upload is finite
@@ -98,7 +99,7 @@ def federate(args) -> runs.Run:
             n = torch.ones_like(n)
         alpha = n / n.sum()
         theta = theta + args.server_lr * alpha @ deltas  # line 15
-        measures = trainer.evaluate(model, theta, trained) if run.due else {}
+        measures = trainer.evaluate(model, theta, trained) if run.evaluate_now else {}
         run.record(t, {"theta": theta}, selected=trained, train_loss=alpha @ losses, **measures)
     return run.finish(model, theta)
 

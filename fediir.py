@@ -73,10 +73,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import UserError, flags, random_at, runs, splits, train
-from common.compare import compare
+from common import UserError, random_at, splits, train
 from common.ranks import launch
-from common.setup import prepare
+from common.runner import flags
+from common.runner.compare import compare
+from common.runner.setup import prepare
 
 
 def risk_and_gradient(
@@ -147,15 +148,16 @@ def client_update(model, theta, batches, optimizer, autocast, global_gradient, g
     return total / samples
 
 
-def federate(args) -> runs.Run:
+def federate(args):
     """Algorithm 1 with these flags. model.pt is the model of the round with the best ID."""
     if args.test_domain is None:
         raise UserError("--test-domain is missing: name the domain to leave out")
     clients, model, trainer, run = prepare(args)
-    theta = run.kept.get("theta", train.get_weights(model))  # line 1
+    theta = run.state.get("theta", train.get_weights(model))  # line 1
     q = sum(p.numel() for p in model.classifier.parameters() if p.requires_grad)
-    g = run.kept.get("g", torch.zeros(q, device=trainer.device))  # the moving average g^t
-    best_theta, best = run.kept.get("best_theta", theta), run.kept.get("best", {"id_accuracy": -1})
+    g = run.state.get("g", torch.zeros(q, device=trainer.device))  # the moving average g^t
+    best_theta = run.state.get("best_theta", theta)
+    best = run.state.get("best", {"id_accuracy": -1})
     for t in run.rounds(args.rounds):  # line 2
         rng = random_at(args.seed, "select", t)
         selected = splits.draw(clients.ids, clients.sample, rng)  # line 3
@@ -168,8 +170,8 @@ def federate(args) -> runs.Run:
         deltas = thetas - theta  # line 13
         theta = theta + args.server_lr * deltas.mean(0)  # line 15
 
-        measures = trainer.evaluate(model, theta, trained) if run.due else {}
-        if run.due and measures["id_accuracy"] > best["id_accuracy"]:
+        measures = trainer.evaluate(model, theta, trained) if run.evaluate_now else {}
+        if run.evaluate_now and measures["id_accuracy"] > best["id_accuracy"]:
             best_theta, best = theta, {"round": t, **measures}
         keep = {"theta": theta, "g": g, "best_theta": best_theta, "best": best}
         spread = (gradients - mean).square().sum(1).mean()
@@ -216,7 +218,7 @@ SMALL = {"other": QUICK, "folder": {**QUICK, "image_size": 32, "clients": 12}}
 
 
 def own_flags(add) -> None:
-    weight, share = flags.at_least(0, float), flags.at_least(0, float, 1)
+    weight, share = flags.within(float, 0), flags.within(float, 0, 1)
     add("--gamma", type=weight, default=1e-2, help="gamma, the penalty's weight; 0 is FedAvg")
     add("--ema", type=share, default=0.95, help="v of the moving average")
     add("--server-lr", type=flags.positive, default=1.0, help="eta_g, the server's step size")

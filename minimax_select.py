@@ -54,10 +54,11 @@ that leave and come back, event-triggered uploads, and a table of sketches.
 import torch
 from torch import Tensor
 
-from common import UserError, flags, plots, random_at, runs, splits, train
-from common.compare import compare
+from common import UserError, random_at, splits, train
 from common.ranks import launch
-from common.setup import prepare
+from common.runner import flags
+from common.runner.compare import compare
+from common.runner.setup import prepare
 
 
 def cosines(g: Tensor) -> Tensor:
@@ -101,11 +102,11 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
     return usable[score.sort(stable=True, descending=largest).indices[:k]].sort().values
 
 
-def federate(args) -> runs.Run:
+def federate(args):
     """Algorithm 2 with these flags: one run, with one seed."""
     clients, model, trainer, run = prepare(args)
-    if run.kept:
-        w, table = run.kept["w"], run.kept["table"]
+    if run.state:
+        w, table = run.state["w"], run.state["table"]
     else:
         w = train.get_weights(model)
         trained, ws, _ = trainer.train(train.local_solver, model, w, clients.ids, 0)  # line 1
@@ -130,10 +131,10 @@ def federate(args) -> runs.Run:
             n = torch.ones_like(n)
         alpha = n / n.sum()
         w = w - alpha @ g  # line 9
-        measures = trainer.evaluate(model, w, trained) if run.due else {}
+        measures = trainer.evaluate(model, w, trained) if run.evaluate_now else {}
         measures["train_loss"] = alpha @ losses
         run.record(t, {"w": w, "table": table}, selected=trained, **measures)
-    plots.similarity(run.folder / "similarity.png", cosines(table), clients, run.rows)
+    run.draw("similarity", cosines(table).cpu())
     return run.finish(model, w)
 
 

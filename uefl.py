@@ -90,11 +90,12 @@ import torch.nn.functional as F
 from scipy.cluster.vq import kmeans2
 from torch import Tensor
 
-from common import UserError, flags, plots, random_at, runs, splits, train
-from common.compare import compare
+from common import UserError, random_at, splits, train
 from common.devices import seeded
 from common.ranks import launch
-from common.setup import prepare
+from common.runner import flags
+from common.runner.compare import compare
+from common.runner.setup import prepare
 
 
 class ExtensibleCodebook(nn.Module):
@@ -281,7 +282,7 @@ def client_evaluation(model, batches, autocast, passes, allowed=None):
 
 def evaluate(args, clients, trainer, model, theta: Tensor, allowed: Tensor, t: int) -> dict:
     """Line 22: the uncertainties e_k, accuracies and so on, by column of metrics.csv."""
-    options = {"each": {"allowed": allowed}, "passes": args.passes}
+    options = {"per_client": {"allowed": allowed}, "passes": args.passes}
     measured = trainer.map(client_evaluation, model, theta, clients.ids, clients.test, t, **options)
     e, accuracies, perplexities = measured.T.cpu()
     sizes = torch.tensor([len(clients.test[k]) for k in clients.ids]).float()
@@ -320,11 +321,11 @@ def build(args):
     return clients, model.to(trainer.device), trainer, run
 
 
-def federate(args) -> runs.Run:
+def federate(args):
     """Algorithm 1 with these flags."""
     clients, model, trainer, run = build(args)  # lines 1, 2
     ids, v, codebook = clients.ids, args.codebook_size, model.codebook
-    kept, everybody = run.kept, torch.ones(len(ids), v, dtype=torch.bool, device=trainer.device)
+    kept, everybody = run.state, torch.ones(len(ids), v, dtype=torch.bool, device=trainer.device)
     theta = kept.get("theta", train.get_weights(model))  # line 2
     e = kept.get("e", torch.zeros(len(ids)))  # line 3
     allowed, first = kept.get("allowed", everybody), kept.get("iteration", 1)
@@ -339,7 +340,7 @@ def federate(args) -> runs.Run:
                 print(f"{args.name}: training ends, as no client is above the threshold of line 24")
                 break
             rng = [random_at(args.seed, "codewords", run.t, k) for k in ids.tolist()]
-            options = {"each": {"rng": rng}, "size": v}
+            options = {"per_client": {"rng": rng}, "size": v}
             where = (theta, extended, clients.train, run.t)
             new = trainer.map(client_codewords, model, *where, **options)
             train.set_weights(model, theta)
@@ -353,16 +354,18 @@ def federate(args) -> runs.Run:
             selected = splits.draw(ids, clients.sample, random_at(args.seed, "select", t))
             # Lines 6 to 19: ids, weights [k, P] and losses of the clients whose upload is finite
             trained, thetas, losses = trainer.train(
-                client_update, model, theta, selected, t, each={"allowed": allowed}
+                client_update, model, theta, selected, t, per_client={"allowed": allowed}
             )
             n = clients.sizes[trained].to(theta)
             theta = average(codebook, theta, thetas, n, allowed[trained])  # line 20
-            measures = evaluate(args, clients, trainer, model, theta, allowed, t) if run.due else {}
+            measures = {}
+            if run.evaluate_now:
+                measures = evaluate(args, clients, trainer, model, theta, allowed, t)
             e = measures.get("uncertainties", e)  # line 22; that of the last round counts
             measures |= {"train_loss": n / n.sum() @ losses, "iteration": iteration}
             keep = {"theta": theta, "e": e, "allowed": allowed, "iteration": iteration}
             run.record(t, keep, selected=trained, **measures)
-    plots.uncertainties(run.folder / "uncertainties.png", run.rows, clients.groups, args.gamma)
+    run.draw("uncertainties", args.gamma)
     return run.finish(model, theta)
 
 
@@ -405,8 +408,9 @@ SMALL = {
 
 
 def own_flags(add) -> None:
-    whole, number = flags.at_least(1), flags.at_least(0, float)
-    add("--codebook-size", type=flags.at_least(0), default=64, help="v, per extension; 0: FedAvg")
+    whole, number = flags.within(int, 1), flags.within(float, 0)
+    size = flags.within(int, 0)
+    add("--codebook-size", type=size, default=64, help="v, per extension; 0: FedAvg")
     add("--segments", type=whole, default=1, help="s, parts of a token with a codeword each")
     add("--gamma", type=number, default=0.1, help="equation 7; larger: fewer clients are extended")
     add("--iterations", type=whole, default=5, help="at most; with 1 nobody is extended")
@@ -416,7 +420,7 @@ def own_flags(add) -> None:
     add("--token-norm", action=BooleanOptionalAction, default=True, help="layer norm of tokens")
     add(
         "--dropout",
-        type=flags.at_least(0, float, 0.99),
+        type=flags.within(float, 0, 0.99),
         default=0.1,
         help="probability of both dropout layers",
     )

@@ -109,14 +109,14 @@ class Trainer:
         theta: Tensor,
         selected: Tensor,
         t: int,
-        each: Mapping[str, Sequence] = {},
+        per_client: Mapping[str, Sequence] = {},
         **options,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The selected clients, int64 [K], train from theta in round t, each on its own samples.
 
         client_update  called as client_update(model, theta, batches, optimizer, autocast, ...);
                        trains `model` from theta on the batches (x, y), and returns the mean loss
-        each           name -> one value per client id, for client_update as a keyword argument
+        per_client     name -> one value per client id, for client_update as a keyword argument
         options        keyword arguments of client_update that are the same for all clients
 
         A client with weights or a loss that are not finite is left out. Returns three tensors for
@@ -132,7 +132,7 @@ class Trainer:
             model.train()
             batches = self._batches(k, t, total)
             optimizer = self._optimizer(model)
-            own = {name: values[k] for name, values in each.items()}
+            own = {name: values[k] for name, values in per_client.items()}
             with seeded(self.device, self.args.seed, "dropout", t, k):  # the same on any process
                 loss = client_update(
                     model, theta, batches, optimizer, self.autocast, **own, **options
@@ -159,14 +159,14 @@ class Trainer:
         ids: Tensor,
         samples: Sequence[Tensor],
         t: int,
-        each: Mapping[str, Sequence] = {},
+        per_client: Mapping[str, Sequence] = {},
         **options,
     ) -> Tensor:
         """What `function` computes for each of these clients, int64 [K]: a matrix [K, n].
 
         function  called as function(model, batches, autocast, ...), where the model has the weights
                   theta, and the batches are all of samples[client], in order; returns a vector [n]
-        each, options  as for train()
+        per_client, options  as for train()
 
         Raises UserError if a result is not finite.
         """
@@ -177,7 +177,7 @@ class Trainer:
             model.eval()
             pieces = samples[k].to(self.device).split(self.chunk)
             batches = (self.batch(piece) for piece in pieces)
-            own = {name: values[k] for name, values in each.items()}
+            own = {name: values[k] for name, values in per_client.items()}
             with seeded(self.device, self.args.seed, "evaluation", t, k):
                 results[i] = function(model, batches, self.autocast, **own, **options)
         rows = ranks.gather(results, len(ids), self.device)

@@ -5,8 +5,8 @@ The words of README's table come from the intervals. A `c` is a Comparison of ta
 
 import numpy as np
 
-from common import plots
-from common.compare import interval
+from common.runner import plots
+from common.runner.compare import interval
 from results.tables import (
     RESULTS,
     around,

@@ -17,7 +17,7 @@ from scipy.stats import gmean
 from scipy.stats import t as student
 
 from common import UserError
-from common.compare import interval
+from common.runner.compare import interval
 
 RESULTS = Path(__file__).parent
 

@@ -16,8 +16,9 @@ import torch
 from matplotlib.figure import Figure
 
 import common.data
-from common import flags, ranks, runs
+from common import ranks
 from common.data import Dataset
+from common.runner import flags, runs
 from common.splits import Clients
 from common.train import Trainer
 

@@ -21,7 +21,8 @@ import fedavg
 import fediir
 import minimax_select
 import uefl
-from common import ranks, runs
+from common import ranks
+from common.runner import runs
 
 SMALL = "--width 0.125 --local-epochs 1 --batch-size 8 --device cpu --precision float32 "
 SKEWED = f"{SMALL} --model cnn --clients 8 --participating 6 --partition dirichlet --dirichlet 1 "

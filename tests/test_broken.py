@@ -12,8 +12,9 @@ from PIL import Image
 import common.data
 import convex_hull_select
 import fedavg
-from common import plots, ranks
+from common import ranks
 from common.data import Dataset, image_folder
+from common.runner import plots
 from common.splits import deal
 
 TINY = (

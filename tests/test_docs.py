@@ -112,3 +112,8 @@ def test_links_resolve(page):
             target = page.parent / name if name else page
             assert target.exists(), f"{page} links to {link}"
             assert not anchor or anchor in anchors(target.read_text()), f"{page} links to {link}"
+
+
+def test_what_a_round_needs_does_not_depend_on_what_surrounds_a_run():
+    for file in (ROOT / "common").glob("*.py"):
+        assert "common.runner" not in file.read_text(), f"{file.name} imports from common/runner/"

@@ -34,7 +34,7 @@ def poison(monkeypatch):
     train = Trainer.train
 
     def poison_clients(bad, value):
-        def poisoned_train(self, update, model, theta, selected, t, each=None, **options):
+        def poisoned_train(self, update, model, theta, selected, t, per_client=None, **options):
             def poisoned_update(model, *args, client, **values):
                 loss = update(model, *args, **values)
                 if client in bad:
@@ -42,8 +42,8 @@ def poison(monkeypatch):
                         next(model.parameters()).view(-1)[0] = value
                 return loss
 
-            each = {**(each or {}), "client": range(len(self.clients.train))}
-            return train(self, poisoned_update, model, theta, selected, t, each, **options)
+            per_client = {**(per_client or {}), "client": range(len(self.clients.train))}
+            return train(self, poisoned_update, model, theta, selected, t, per_client, **options)
 
         monkeypatch.setattr(Trainer, "train", poisoned_train)
 

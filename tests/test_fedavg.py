@@ -10,7 +10,8 @@ import entropy_weighting
 import fedavg
 import fediir
 import uefl
-from common import compare, flags, random_at, setup
+from common import random_at
+from common.runner import compare, flags, setup
 from common.splits import draw
 from common.train import get_weights, set_weights
 
@@ -27,7 +28,7 @@ def parsed(method, words):
 
 def kept(folder):
     """What a run keeps for its next round."""
-    return torch.load(folder / "checkpoint.pt")["kept"]
+    return torch.load(folder / "checkpoint.pt")["state"]
 
 
 def logits_by_hand(model, theta, data, samples):

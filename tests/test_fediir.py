@@ -7,8 +7,9 @@ from test_fedavg import kept, logits_by_hand, parsed
 
 import fedavg
 import fediir
-from common import UserError, random_at, setup
+from common import UserError, random_at
 from common.models import Classifier
+from common.runner import setup
 from common.splits import draw
 from common.train import get_weights
 from fediir import client_gradient, fediir_loss, moving_average, risk_and_gradient

@@ -17,8 +17,9 @@ import common.data
 import fedavg
 import minimax_select
 import uefl
-from common import UserError, models, ranks, runs
+from common import UserError, models, ranks
 from common.ranks import cores
+from common.runner import runs
 
 HERE = Path(__file__).parent
 

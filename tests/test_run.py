@@ -22,7 +22,8 @@ import fedavg
 import fediir
 import minimax_select
 import uefl
-from common import UserError, flags, plots, ranks, runs
+from common import UserError, ranks
+from common.runner import flags, plots, runs
 from common.splits import deal
 from common.train import Trainer
 
@@ -329,7 +330,7 @@ def test_a_damaged_checkpoint_is_refused(start, whole, launched):
 def test_ctrl_c_is_one_line_that_says_how_to_go_on(start, launched, monkeypatch, where, says):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore Ctrl-C
     stop = lambda *args, **values: signal.raise_signal(signal.SIGINT)  # noqa: E731
-    monkeypatch.setattr(f"common.{where}", stop)
+    monkeypatch.setattr(f"common.runner.{where}", stop)
     code, lines = launched(fedavg, lambda: start(fedavg, CUTS[fedavg] + "--out run"))
     assert code == 130 and lines[-1] == f"fedavg.py: {says}"
 

@@ -95,9 +95,11 @@ def test_each_client_gets_its_own_value_and_all_get_the_shared_one(trainer, mode
         set_weights(model, theta + own + same)
         return torch.tensor(listed)
 
-    each = {"own": torch.tensor([1.0, 2.0, 4.0]), "listed": [10.0, 20.0, 40.0]}
+    own = {"own": torch.tensor([1.0, 2.0, 4.0]), "listed": [10.0, 20.0, 40.0]}
     zeros = torch.zeros(len(get_weights(model)))
-    ids, thetas, losses = trained(trainer, model, zeros, (2, 0), 1, update, each=each, same=100.0)
+    ids, thetas, losses = trained(
+        trainer, model, zeros, (2, 0), 1, update, per_client=own, same=100.0
+    )
     assert ids.tolist() == [2, 0]
     assert (thetas[0] == 104).all() and (thetas[1] == 101).all(), "row i belongs to client ids[i]"
     assert losses.tolist() == [40, 10]
@@ -209,10 +211,10 @@ def test_clients_with_weights_or_a_loss_that_are_not_finite_are_left_out(
 
     def of_clients(damage, ids):
         good = torch.tensor([[k + 1.0, 0.0] for k in range(6)])
-        each = {"own": good.clone(), "loss": good.sum(1) + 9}
+        own = {"own": good.clone(), "loss": good.sum(1) + 9}
         for k, values in damage.items():
-            each[damaged][k] = torch.tensor(values) if damaged == "own" else sum(values)
-        return trained(trainer, model, None, ids, 7, update, each=each)
+            own[damaged][k] = torch.tensor(values) if damaged == "own" else sum(values)
+        return trained(trainer, model, None, ids, 7, update, per_client=own)
 
     order = (5, 1, 0, 4, 2, 3)
     ids, thetas, losses = of_clients(DAMAGE, order)

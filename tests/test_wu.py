@@ -16,7 +16,8 @@ import convex_hull_select
 import entropy_weighting
 import fedavg
 import minimax_select
-from common import UserError, random_at, setup
+from common import UserError, random_at
+from common.runner import setup
 from common.splits import draw
 from common.train import get_weights
 from convex_hull_select import hull_vertices, principal_components

@@ -2,8 +2,8 @@
 
 import torch
 
-from common import flags
-from common.setup import assemble
+from common.runner import flags
+from common.runner.setup import assemble
 from common.train import Trainer, get_weights
 
 
@@ -20,7 +20,7 @@ def prepared(method, words, **options):
 
 def kept(folder):
     """What the run in this folder keeps for its next round."""
-    return torch.load(folder / "checkpoint.pt")["kept"]
+    return torch.load(folder / "checkpoint.pt")["state"]
 
 
 def selections(rows):

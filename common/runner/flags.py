@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from common import UserError, data, first_line, models
-from common.runs import FREE
+from common.runner.runs import MAY_CHANGE
 
 NEEDS = {  # flag -> the values of another flag with which it changes anything
     "dirichlet": ("partition", ["dirichlet"]),
@@ -22,20 +22,20 @@ NEEDS = {  # flag -> the values of another flag with which it changes anything
 }
 
 
-def at_least(low: float, kind: type = int, most: float = 10**9) -> Callable[[str], float]:
-    """An argparse type: a number of this kind between low and most."""
+def within(kind: type, low: float, high: float = 10**9) -> Callable[[str], float]:
+    """An argparse type: a number of this kind, int or float, from low to high."""
 
     def number(text: str):
         value = kind(text)
-        if not low <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text} is out of range: {low:g} to {most:g}")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is out of range: {low:g} to {high:g}")
         return value
 
     number.__name__ = "whole number" if kind is int else "number"  # argparse names it in its errors
     return number
 
 
-positive = at_least(1e-12, float)
+positive = within(float, 1e-12)
 
 
 def not_empty(text: str) -> str:
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 # fmt: off
 def add_shared_flags(parser: Parser) -> None:
     """The flags that all methods share, with the defaults that hold if nothing else is said."""
-    whole = at_least(1)
+    whole = within(int, 1)
     add = parser.add_argument_group("settings").add_argument
     add("--dataset", type=not_empty, help=f"{', '.join(data.NAMES)}, or a folder of images")
     add("--small", action=BooleanOptionalAction, default=False,
@@ -73,9 +73,9 @@ def add_shared_flags(parser: Parser) -> None:
     add = parser.add_argument_group("data").add_argument
     add("--data-dir", type=not_empty, default="data",
         help="folder of the data sets; downloads go there, too")
-    add("--image-size", type=at_least(8), default=96,
+    add("--image-size", type=within(int, 8), default=96,
         help="pixels: a folder's images are scaled to this size")
-    add("--rotate", type=at_least(-360, float, 360), nargs="+", metavar="DEGREES",
+    add("--rotate", type=within(float, -360, 360), nargs="+", metavar="DEGREES",
         help="divide the images into domains, one for each angle")
     add("--test-domain", metavar="NAME",
         help="leave this domain out of training and test on it (OOD); all: each of them in turn")
@@ -97,7 +97,7 @@ def add_shared_flags(parser: Parser) -> None:
         help="M, clients that may train (default: 40 percent, or all)")
     add("--sample", type=whole,
         help="K, clients per round (default: M / 4, one per domain, all silos, or all vertices)")
-    add("--silos", type=at_least(0), nargs="+", metavar="N", help="silos of each domain")
+    add("--silos", type=within(int, 0), nargs="+", metavar="N", help="silos of each domain")
     add("--silo-size", type=whole, default=2000, help="training samples of each silo")
 
     add = parser.add_argument_group("model and training").add_argument
@@ -111,14 +111,14 @@ def add_shared_flags(parser: Parser) -> None:
     add("--batch-size", type=whole, default=32, help="B, samples in a step of local training")
     add("--lr", type=positive, default=0.05, help="step size of local training")
     add("--optimizer", choices=["sgd", "adam"], default="sgd", help="of local training")
-    add("--momentum", type=at_least(0, float, 0.999), default=0.0, help="momentum of sgd")
+    add("--momentum", type=within(float, 0, 0.999), default=0.0, help="momentum of sgd")
 
     add = parser.add_argument_group("run").add_argument
     add("--compare", action=BooleanOptionalAction, default=True,
         help="also run the baselines, each in the folder DIR-NAME")
     add("--evaluate-every", type=whole, default=1, metavar="N",
         help="rounds from one evaluation to the next")
-    add("--seed", type=at_least(0), nargs="+", default=[0], metavar="SEED",
+    add("--seed", type=within(int, 0), nargs="+", default=[0], metavar="SEED",
         help="of every random draw; with several, everything runs with each, and is compared")
     add("--device", default="auto",
         help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one")
@@ -148,8 +148,8 @@ def parse(
     small      the same for what --small changes
     own_flags  called with argparse's add_argument, to add the method's own flags
 
-    Adds `method`, its name; `code`, a hash of its file and of common/; and `is_example`, whether
-    this is the example as it stands. Raises UserError for flags that make no sense, or that
+    Adds `method`, its name; `code`, a hash of its file and of common/*.py; and `is_example`,
+    whether this is the example as it stands. Raises UserError for flags that make no sense, or that
     NEEDS says have no effect.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -181,11 +181,12 @@ def parse(
     if not args.resume:
         fit_together(args, typed, defaults)
         args.method = method
-        args.is_example = not typed.keys() - {*FREE, "out", "seed", "precision"}
+        args.is_example = not typed.keys() - {*MAY_CHANGE, "out", "seed", "precision"}
     now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # several runs may start in the same second
     out = args.resume or args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}"
     args.out = str(Path(out))  # without a last /
-    sources = [Path(file), *sorted(Path(__file__).parent.glob("*.py"))]
+    common = Path(__file__).parent.parent  # without the runner, on which no number depends
+    sources = [Path(file), *sorted(common.glob("*.py"))]
     args.code = hashlib.sha1(b"".join(source.read_bytes() for source in sources)).hexdigest()
     return args
 
@@ -214,7 +215,7 @@ def saved_flags(typed: dict, method: str) -> dict:
         raise UserError(f"--resume {folder}: there is no run to resume ({first_line(e)})") from e
     saved |= {"seed": seeds, "processes": None}
     for flag, value in typed.items():
-        if flag not in FREE and value != saved.get(flag):
+        if flag not in MAY_CHANGE and value != saved.get(flag):
             shown = f"--{flag.replace('_', '-')}"
             raise UserError(f"{folder} was run with another {shown}: leave {shown} out")
     return saved

@@ -15,21 +15,22 @@ import torch.nn as nn
 from torch import Tensor
 from tqdm import tqdm
 
-from common import UserError, first_line, plots, ranks, train
+from common import UserError, first_line, ranks, train
 from common.data import DRAWN, Dataset
+from common.runner import plots
 from common.splits import Clients
 
 SAVE_EVERY = 30  # seconds between two checkpoints, at least
-FREE = ("resume", "device", "data_dir", "processes")  # flags that a resumed run may change
+MAY_CHANGE = ("resume", "device", "data_dir", "processes")  # flags that a resumed run may change
 
 
 class Run:
     """A run and its folder args.out: args.json, metrics.csv, checkpoint.pt, model.pt and pictures.
 
-    kept   what the run was told to keep at the end of its last round; empty in a new run
+    state  what the last finished round gave to record(), for the next one; empty in a new run
     rows   what metrics.csv holds, one dict per round, with numbers as numbers and lists as lists
     t      the last finished round; within a round, that round
-    due    whether the accuracies of this round are to be measured
+    evaluate_now  whether the accuracies of this round are to be measured
     facts  flags, data and code, which must be the same in all ranks and in a resumed run
 
     Raises UserError if they differ in the ranks, or from those of the checkpoint in the folder.
@@ -37,9 +38,9 @@ class Run:
 
     def __init__(self, args: Namespace, data: Dataset, clients: Clients, model: nn.Module, device):
         self.args, self.data, self.clients, self.folder = args, data, clients, Path(args.out)
-        self.kept, self.rows, self.t, self.due = {}, [], 0, False
+        self.state, self.rows, self.t, self.evaluate_now = {}, [], 0, False
         self.facts = {"code": args.code, "data": data.fingerprint(), **vars(args)}
-        for flag in (*FREE, "out", "name", "is_example"):
+        for flag in (*MAY_CHANGE, "out", "name", "is_example"):
             self.facts.pop(flag, None)
         self.started = self.began = time.monotonic()
         self.saved_at = -SAVE_EVERY  # so that the first round is saved at once
@@ -63,7 +64,7 @@ class Run:
         for what, fact in self.facts.items():
             if found.get(what) != fact:
                 raise UserError(f"{file} belongs to other {what}: use those, or start a new run")
-        self.kept, self.rows = found["kept"], found["rows"]
+        self.state, self.rows = found["state"], found["rows"]
         self.t = self.rows[-1]["round"]
         self.started -= self.rows[-1]["seconds"]
 
@@ -74,7 +75,7 @@ class Run:
         while self.t < until:
             self.t += 1
             self.bar.set_description(f"{self.args.name} round {self.t}/{until}", refresh=False)
-            self.due = self.t % self.args.evaluate_every == 0 or self.t == until
+            self.evaluate_now = self.t % self.args.evaluate_every == 0 or self.t == until
             yield self.t
             self.progress(1)
 
@@ -121,13 +122,13 @@ class Run:
             if hours > 2:
                 tqdm.write(f"{self.args.name}: this run will take about {hours:.0f} hours{shorter}")
 
-    def record(self, t: int, keep: dict, **values) -> None:
+    def record(self, t: int, state: dict, **values) -> None:
         """Ends round t: adds a row to metrics.csv, shows it, and saves from time to time.
 
-        keep    what the next round and a resumed run need, as numbers and tensors by name
+        state   what the next round and a resumed run need, as numbers and tensors by name
         values  the row's other columns; a tensor or a list becomes numbers with spaces between them
         """
-        self.kept = keep
+        self.state = state
         row = {"round": t, "seconds": round(time.monotonic() - self.started, 2)}
         row |= {column: v.tolist() if isinstance(v, Tensor) else v for column, v in values.items()}
         self.rows.append(row)
@@ -143,7 +144,7 @@ class Run:
 
     def save(self) -> None:
         """Writes the checkpoint."""
-        checkpoint = {**self.facts, "rows": self.rows, "kept": self.kept}
+        checkpoint = {**self.facts, "rows": self.rows, "state": self.state}
         self._write("checkpoint.pt", lambda part: torch.save(checkpoint, part))
         self.saved_at = time.monotonic()
 
@@ -155,6 +156,10 @@ class Run:
         on_cpu = {name: t.cpu() for name, t in model.state_dict().items()}
         self._write("model.pt", lambda part: torch.save(on_cpu, part))
         return self
+
+    def draw(self, name: str, *values) -> None:
+        """Draws the picture `name`.png of this run with the function of plots.py of that name."""
+        getattr(plots, name)(self, *values)
 
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
         """Calls write(part) and then renames the part, so a kill leaves the old file whole."""

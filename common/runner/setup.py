@@ -5,7 +5,7 @@ from argparse import Namespace
 import torch
 
 from common import UserError, data, devices, models, splits
-from common.runs import Run
+from common.runner.runs import Run
 from common.train import Trainer
 
 

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from scipy.special import stdtrit  # scipy.stats would take half a second to import
 
-from common import UserError, plots, ranks
-from common.runs import Run, check_free
-from common.setup import assemble, load
+from common import UserError, ranks
+from common.runner import plots
+from common.runner.runs import Run, check_free
+from common.runner.setup import assemble, load
 
 SHOWN = [  # columns of metrics.csv in the table
     "id_accuracy", "ood_accuracy", "neutral_accuracy", "rare_accuracy", "rare_selected",

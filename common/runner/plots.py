@@ -156,28 +156,26 @@ def heat(
     axes.figure.colorbar(image, ax=axes, label=label)
 
 
-def label_weights(
-    file: Path, counts: Tensor, entropies: Tensor, weights: Mapping[str, Tensor]
-) -> None:
+def weights(run, counts: Tensor, entropies: Tensor, alphas: Mapping[str, Tensor]) -> None:
     """The labels, the entropy and the aggregation weights of clients, ordered by their entropy.
 
     counts     [M, C] labels of each client
     entropies  [M] in nats
-    weights    name of a weighting -> [M], sum 1
+    alphas     name of a weighting -> [M], sum 1
     """
     order = entropies.argsort(stable=True)
     shares = (counts / counts.sum(1, keepdim=True))[order]
-    with drawn(file, 7.0, 5.4) as figure:
+    with drawn(run.folder / "weights.png", 7.0, 5.4) as figure:
         labels, entropy, weight = figure.subplots(3, 1, sharex=True, height_ratios=[2, 1, 1.4])
         labels.set(title="share of each class", ylabel="class")
         heat(labels, shares.T, "Greys")
         entropy.set(title="entropy of the labels (nats)")
         entropy.bar(range(len(order)), entropies[order].numpy(), color="0.5")
-        for i, (name, of_clients) in enumerate(weights.items()):
+        for i, (name, of_clients) in enumerate(alphas.items()):
             weight.plot(of_clients[order].numpy(), MARKERS[i], ms=3.5, color=COLOURS[i], label=name)
         weight.set(title="aggregation weight", xlabel="participating client, by entropy")
         weight.set_ylim(bottom=0)
-        weight.legend(ncols=len(weights))
+        weight.legend(ncols=len(alphas))
 
 
 def group_colours(clients: Clients) -> dict[str, str]:
@@ -187,10 +185,11 @@ def group_colours(clients: Clients) -> dict[str, str]:
     return dict(zip(by_size, cycle([COLOURS[1], "0.6", *COLOURS[2:]]), strict=False))
 
 
-def times_selected(axes: Axes, rows: Rows, clients: Clients) -> None:
+def times_selected(axes: Axes, run) -> None:
     """A bar for each client: in how many rounds it was selected. The dotted line is the mean."""
-    colours, m = group_colours(clients), clients.participating
-    times = np.bincount([k for row in rows for k in row["selected"]], minlength=m)
+    clients, m = run.clients, run.clients.participating
+    colours = group_colours(clients)
+    times = np.bincount([k for row in run.rows for k in row["selected"]], minlength=m)
     for group, colour in colours.items():
         mine = [k for k in range(m) if clients.groups[k] == group]
         axes.barh(mine, times[mine], color=colour, label=f"holds {group}" if group else "clients")
@@ -202,21 +201,19 @@ def times_selected(axes: Axes, rows: Rows, clients: Clients) -> None:
     axes.figure.legend(*handles, loc="outside lower center", ncols=len(colours))
 
 
-def similarity(file: Path, cosines: Tensor, clients: Clients, rows: Rows) -> None:
+def similarity(run, cosines: Tensor) -> None:
     """The cosines of the clients' latest updates [M, M], and how often each was selected."""
     itself = torch.eye(len(cosines), dtype=torch.bool)
-    with drawn(file, 7.6, 4.2) as figure:
+    with drawn(run.folder / "similarity.png", 7.6, 4.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
-        heat(left, cosines.cpu().masked_fill(itself, torch.nan), "viridis", low=None)
+        heat(left, cosines.masked_fill(itself, torch.nan), "viridis", low=None)
         left.invert_yaxis()
         left.set(title="cosine similarity of the clients' latest updates")
         left.set(xlabel="client", ylabel="client")
-        times_selected(right, rows, clients)
+        times_selected(right, run)
 
 
-def hull(
-    file: Path, known: Tensor, points: Tensor, vertices: Tensor, clients: Clients, rows: Rows
-) -> None:
+def hull(run, known: Tensor, points: Tensor, vertices: Tensor) -> None:
     """The clients' latest updates, as points in a plane, and how often each was selected.
 
     known     the ids of the clients with an update, int64 [n]
@@ -225,28 +222,28 @@ def hull(
     """
     xy = np.zeros((len(points), 2))
     xy[:, : points.shape[1]] = points.numpy()
-    colours = group_colours(clients)
+    colours, groups = group_colours(run.clients), run.clients.groups
     on_hull = np.isin(known.numpy(), vertices.numpy())
-    with drawn(file, 7.6, 4.2) as figure:
+    with drawn(run.folder / "hull.png", 7.6, 4.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
         if np.linalg.matrix_rank(xy - xy.mean(0)) == 2:
             left.fill(*xy[ConvexHull(xy).vertices].T, fc="0.95", ec="0.6", lw=0.8, zorder=0)
-        left.scatter(*xy.T, s=26, color=[colours.get(clients.groups[k], "0.6") for k in known])
+        left.scatter(*xy.T, s=26, color=[colours.get(groups[k], "0.6") for k in known])
         left.scatter(*xy[on_hull].T, s=60, color="none", ec="black", zorder=3)
         left.set(title="the clients' latest updates in a plane\nblack circle: a corner of the hull")
         left.set(xlabel="first principal component", ylabel="second", xticks=[], yticks=[])
-        times_selected(right, rows, clients)
+        times_selected(right, run)
 
 
-def uncertainties(file: Path, rows: Rows, groups: Sequence[str], gamma: float) -> None:
+def uncertainties(run, gamma: float) -> None:
     """For UEFL: the clients' uncertainties at the end of each iteration, and who is above the line.
 
     The numbers in the bars are the codewords that a client has had until then.
 
-    groups  per client the domain of its data
-    gamma   a client gets codewords if its uncertainty is above (1 + gamma) times the smallest one
+    gamma  a client gets codewords if its uncertainty is above (1 + gamma) times the smallest one
     """
-    ends = {row["iteration"]: row for row in rows if "uncertainties" in row}
+    ends = {row["iteration"]: row for row in run.rows if "uncertainties" in row}
+    file, groups = run.folder / "uncertainties.png", run.clients.groups
     with drawn(file, 2.6 * len(ends) + 0.4, 3.1) as figure:
         all_axes = figure.subplots(1, len(ends), squeeze=False, sharey=True)[0]
         for axes, row in zip(all_axes, ends.values(), strict=True):
