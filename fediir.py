@@ -149,15 +149,13 @@ def client_update(model, theta, batches, optimizer, autocast, global_gradient, g
 
 
 def federate(args):
-    """Algorithm 1 with these flags. model.pt is the model of the round with the best ID."""
+    """Algorithm 1 with these flags. The paper chooses best_id.pt, the round with the best ID."""
     if args.test_domain is None:
         raise UserError("--test-domain is missing: name the domain to leave out")
     clients, model, trainer, run = prepare(args)
     theta = run.state.get("theta", train.get_weights(model))  # line 1
     q = sum(p.numel() for p in model.classifier.parameters() if p.requires_grad)
     g = run.state.get("g", torch.zeros(q, device=trainer.device))  # the moving average g^t
-    best_theta = run.state.get("best_theta", theta)
-    best = run.state.get("best", {"id_accuracy": -1})
     for t in run.rounds(args.rounds):  # line 2
         rng = random_at(args.seed, "select", t)
         selected = splits.draw(clients.ids, clients.sample, rng)  # line 3
@@ -171,16 +169,10 @@ def federate(args):
         theta = theta + args.server_lr * deltas.mean(0)  # line 15
 
         measures = trainer.evaluate(model, theta, trained) if run.evaluate_now else {}
-        if run.evaluate_now and measures["id_accuracy"] > best["id_accuracy"]:
-            best_theta, best = theta, {"round": t, **measures}
-        keep = {"theta": theta, "g": g, "best_theta": best_theta, "best": best}
         spread = (gradients - mean).square().sum(1).mean()
         measures |= {"train_loss": losses.mean(), "gradient_spread": spread}
-        run.record(t, keep, selected=trained, **measures)
-    run.finish(model, best_theta)
-    accuracies = f"ID {100 * best['id_accuracy']:.1f} %, OOD {100 * best['ood_accuracy']:.1f} %"
-    print(f"{args.name}: model.pt is of round {best['round']}, which has the best ID: {accuracies}")
-    return run
+        run.record(t, {"theta": theta, "g": g}, candidate=theta, selected=trained, **measures)
+    return run.finish(model, theta)
 
 
 # The example, coloured glyphs, is ours. A batch is all of a client's data, so a client takes one

@@ -54,12 +54,13 @@ def read_rows(folder) -> list[dict[str, str]]:
         return list(csv.DictReader(f))
 
 
-def outcome(folder) -> tuple[bytes, list[dict[str, str]]]:
-    """What a run leaves, without the seconds that it took: model.pt and the rows of metrics.csv."""
+def outcome(folder) -> tuple[list[bytes], list[dict[str, str]]]:
+    """What a run leaves, without the seconds that it took: its models and its rows of metrics."""
     rows = read_rows(folder)
     for row in rows:
         del row["seconds"]
-    return (folder / "model.pt").read_bytes(), rows
+    models = [file for file in sorted(folder.glob("*.pt")) if file.name != "checkpoint.pt"]
+    return [file.read_bytes() for file in models], rows
 
 
 drawn = functools.cache(common.data.glyphs)

@@ -49,8 +49,8 @@ BASELINES = {  # sibling -> the same run started by hand
     fediir: {"fedavg": "--gamma 0"},
     uefl: {"static": "--iterations 1 --rounds 4", "fedavg": "--codebook-size 0 --rounds 4"},
 }
-PICTURES = {
-    fediir: {"samples.png"},
+MORE_FILES = {
+    fediir: {"samples.png", "best_id.pt"},
     entropy_weighting: {"weights.png"},
     minimax_select: {"similarity.png"},
     convex_hull_select: {"hull.png"},
@@ -116,7 +116,7 @@ def test_baselines_are_ordinary_runs_that_anybody_can_start_by_hand(start, metho
     """Each has its flags, metrics, checkpoint, model and pictures, and can be resumed."""
     folder = start(method, CUTS[method] + "--out run")
     files = {"args.json", "metrics.csv", "checkpoint.pt", "model.pt"}
-    files |= {"partition.png", *PICTURES.get(method, [])}
+    files |= {"partition.png", *MORE_FILES.get(method, [])}
     assert {file.name for file in (folder / "run").iterdir()} == {*files, "curves.png"}
     assert {file.name for file in folder.iterdir()} == {
         "run",

@@ -27,6 +27,8 @@ MAY_CHANGE = ("resume", "device", "data_dir", "processes")  # flags that a resum
 class Run:
     """A run and its folder args.out: args.json, metrics.csv, checkpoint.pt, model.pt and pictures.
 
+    A method that chooses among the models of its rounds leaves the chosen one in best_id.pt, too.
+
     state  what the last finished round gave to record(), for the next one; empty in a new run
     rows   what metrics.csv holds, one dict per round, with numbers as numbers and lists as lists
     t      the last finished round; within a round, that round
@@ -39,6 +41,7 @@ class Run:
     def __init__(self, args: Namespace, data: Dataset, clients: Clients, model: nn.Module, device):
         self.args, self.data, self.clients, self.folder = args, data, clients, Path(args.out)
         self.state, self.rows, self.t, self.evaluate_now = {}, [], 0, False
+        self.best = None  # the best candidate so far, [P]
         self.facts = {"code": args.code, "data": data.fingerprint(), **vars(args)}
         for flag in (*MAY_CHANGE, "out", "name", "is_example"):
             self.facts.pop(flag, None)
@@ -64,7 +67,7 @@ class Run:
         for what, fact in self.facts.items():
             if found.get(what) != fact:
                 raise UserError(f"{file} belongs to other {what}: use those, or start a new run")
-        self.state, self.rows = found["state"], found["rows"]
+        self.state, self.rows, self.best = found["state"], found["rows"], found.get("best")
         self.t = self.rows[-1]["round"]
         self.started -= self.rows[-1]["seconds"]
 
@@ -122,40 +125,56 @@ class Run:
             if hours > 2:
                 tqdm.write(f"{self.args.name}: this run will take about {hours:.0f} hours{shorter}")
 
-    def record(self, t: int, state: dict, **values) -> None:
+    def record(self, t: int, state: dict, candidate: Tensor | None = None, **values) -> None:
         """Ends round t: adds a row to metrics.csv, shows it, and saves from time to time.
 
-        state   what the next round and a resumed run need, as numbers and tensors by name
-        values  the row's other columns; a tensor or a list becomes numbers with spaces between them
+        state      what the next round and a resumed run need, as numbers and tensors by name
+        candidate  weights [P]; those of the first round with the largest id_accuracy are saved as
+                   best_id.pt
+        values     the row's other columns; a tensor or a list becomes numbers with spaces between
         """
         self.state = state
         row = {"round": t, "seconds": round(time.monotonic() - self.started, 2)}
         row |= {column: v.tolist() if isinstance(v, Tensor) else v for column, v in values.items()}
         self.rows.append(row)
+        if candidate is not None and self.best_row() is row:
+            self.best = candidate
         columns = dict.fromkeys(column for row in self.rows for column in row)
         lines = [columns, *([_cell(row.get(column)) for column in columns] for row in self.rows)]
         text = "".join(",".join(line) + "\n" for line in lines)
         self._write("metrics.csv", lambda part: part.write_text(text))
-        names = {"train_loss": "loss", "id_accuracy": "ID", "ood_accuracy": "OOD"}
-        shown = [f"{name} {row[column]:.3g}" for column, name in names.items() if column in row]
-        self.bar.set_postfix_str("  ".join(shown), refresh=False)
+        self.bar.set_postfix_str(_short(row), refresh=False)
         if time.monotonic() - self.saved_at > SAVE_EVERY:
             self.save()
 
     def save(self) -> None:
         """Writes the checkpoint."""
-        checkpoint = {**self.facts, "rows": self.rows, "state": self.state}
+        checkpoint = {**self.facts, "rows": self.rows, "state": self.state, "best": self.best}
         self._write("checkpoint.pt", lambda part: torch.save(checkpoint, part))
         self.saved_at = time.monotonic()
 
     def finish(self, model: nn.Module, theta: Tensor) -> "Run":
-        """Saves the last checkpoint, and the model with weights theta. Returns this run."""
+        """Saves the last checkpoint, and the model with weights theta. Returns this run.
+
+        If there were candidates, the best one is saved, too, and both are named.
+        """
         self.bar.close()
         self.save()
-        train.set_weights(model, theta)
-        on_cpu = {name: t.cpu() for name, t in model.state_dict().items()}
-        self._write("model.pt", lambda part: torch.save(on_cpu, part))
+        if self.best is not None:
+            self._save_model("best_id.pt", model, self.best)
+            for file, row in (("model.pt", self.rows[-1]), ("best_id.pt", self.best_row())):
+                print(f"{self.args.name}: {file} is of round {row['round']}, {_short(row)}")
+        self._save_model("model.pt", model, theta)
         return self
+
+    def best_row(self) -> dict:
+        """The row of the first round with the largest id_accuracy."""
+        return max(self.rows, key=lambda row: row.get("id_accuracy", -1))
+
+    def _save_model(self, name: str, model: nn.Module, theta: Tensor) -> None:
+        train.set_weights(model, theta)
+        on_cpu = {key: t.cpu() for key, t in model.state_dict().items()}
+        self._write(name, lambda part: torch.save(on_cpu, part))
 
     def draw(self, name: str, *values) -> None:
         """Draws the picture `name`.png of this run with the function of plots.py of that name."""
@@ -188,6 +207,12 @@ def check_free(folder: Path) -> None:
         raise UserError(
             f"{folder} is taken: choose another --out, or continue the run in it with --resume"
         )
+
+
+def _short(row: dict) -> str:
+    """The loss and the accuracies of a round."""
+    names = {"train_loss": "loss", "id_accuracy": "ID", "ood_accuracy": "OOD"}
+    return "  ".join(f"{name} {row[c]:.3g}" for c, name in names.items() if c in row)
 
 
 def _cell(value) -> str:
