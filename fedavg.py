@@ -121,6 +121,12 @@ def own_flags(add) -> None:
     add("--selection", choices=kinds, default="random", help="line 3; by_size: probability n_c / n")
     add("--weighting", choices=by, default="size", help="line 15: n_c / n, or 1 / |C|")
     add("--server-lr", type=flags.positive, default=1.0, help="eta_g, the server's step size")
+    add(
+        "--held-out",
+        type=flags.within(float, 0, 0.9),
+        help="share of its samples that a client is tested on; with 0, ID is not measured"
+        " (default: 0.2, or 0.1 with --partition domain)",
+    )
 
 
 def main(argv: list[str] | None = None):

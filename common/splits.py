@@ -100,6 +100,18 @@ def dirichlet(
     return [torch.tensor(samples, dtype=torch.long) for samples in held]
 
 
+def shards(labels: Tensor, clients: int, rng: Generator) -> Parts:
+    """Label skew with equal sizes (McMahan et al., section 3): each client has two shards.
+
+    The samples, sorted by label, are cut into 2 * clients shards, whose sizes differ by at most
+    one, and each client gets two of them at random. Returns positions in `labels`, int64.
+    """
+    mixed = shuffled(torch.arange(len(labels)), rng)
+    pieces = mixed[labels[mixed].argsort(stable=True)].tensor_split(2 * clients)
+    pairs = rng.permutation(2 * clients).reshape(clients, 2)
+    return [torch.cat([pieces[i], pieces[j]]) for i, j in pairs]
+
+
 def by_domain(domain: Tensor, clients: int, rng: Generator) -> Parts:
     """Each client holds samples of one domain (Guo et al., Algorithm 2 in section F.1).
 
@@ -157,13 +169,16 @@ def of_classes(labels: Tensor, wanted: list[list[int]], size: int, rng: Generato
 
 
 def hold_out(clients: Parts, share: float, rng: Generator) -> tuple[Parts, Parts]:
-    """Divides each client's samples at random: this share, but at least one, is for testing."""
+    """Divides each client's samples at random: this share, but at least one, is for testing.
+
+    With the share 0, it is none.
+    """
     train, test = [], []
     for samples in clients:
         mixed = shuffled(samples, rng)
-        tested = max(1, round(len(samples) * share))
-        train.append(mixed[:-tested])
-        test.append(mixed[-tested:])
+        tested = max(1, round(len(samples) * share)) if share else 0
+        train.append(mixed[: len(mixed) - tested])
+        test.append(mixed[len(mixed) - tested :])
     return train, test
 
 
@@ -250,6 +265,8 @@ def divide(data: Dataset, pool: Tensor, args: Namespace) -> Parts:
         parts = by_domain(data.domain[pool], clients, rng)
     elif args.partition == "iid":
         parts = iid(torch.arange(len(pool)), clients, rng)
+    elif args.partition == "shards":
+        parts = shards(labels, clients, rng)
     elif args.partition == "dirichlet":
         parts = dirichlet(labels, clients, args.dirichlet, rng)
     else:
@@ -274,7 +291,7 @@ def participation(args: Namespace, clients: int, groups: int) -> tuple[int, int]
 
     Raises UserError if a flag asks for more than there are.
     """
-    share = 0.4 if args.partition in ("dirichlet", "iid") else 1.0  # as in Wu et al.
+    share = 0.4 if args.partition in ("dirichlet", "iid", "shards") else 1.0  # as in Wu et al.
     m = args.participating or max(1, round(share * clients))
     default = {"silos": m, "domain": groups}.get(args.partition, max(2, m // 4))
     k = args.sample or min(default, m)
@@ -289,29 +306,35 @@ def deal(data: Dataset, args: Namespace) -> Clients:
     """The clients of a run, from these flags.
 
     seed           of every draw
-    partition      dirichlet, iid: divide the training samples among `clients` (default: <= 100)
+    partition      dirichlet, iid, shards: divide the training samples among `clients` (default:
+                   <= 100)
                    domain: each of `clients` (default: one per domain) holds samples of one domain
                    silos: silos[d] silos of silo_size training samples from domain d
                    rare, twins, specialists: see wanted_classes; all clients together hold half of
                    the samples, equally many each
     test_domain    no client has this domain: see pools
-    participating  how many participate (default: with dirichlet and iid 40 percent, as in Wu et
-                   al., else all)
+    participating  how many participate (default: with dirichlet, iid and shards 40 percent, as in
+                   Wu et al., else all)
     sample         how many of these are selected per round (default: all silos, one per domain, or
                    a quarter)
+    held_out       the share of its own samples that a client is tested on (default: a tenth with
+                   domain, else a fifth); 0 needs OOD samples, and ID is not measured
 
-    A client is tested on a tenth (domain) or a fifth of its own samples, and a silo on samples of
-    the standard test set if there is one. Raises UserError if the numbers do not fit the data.
+    A silo is tested on samples of the standard test set if there is one. Raises UserError if the
+    numbers do not fit the data.
     """
     pool, ood = pools(data, args)
+    share = getattr(args, "held_out", None)  # only fedavg.py has this flag
+    if share is None:
+        share = 0.1 if args.partition == "domain" else HELD_OUT
     if args.partition == "silos":
         train, test = silos(data, pool, args)
     else:
-        share = 0.1 if args.partition == "domain" else HELD_OUT
         parts = divide(data, pool, args)
         train, test = hold_out(parts, share, random_at(args.seed, "held out"))
     smallest = min(len(a) + len(b) for a, b in zip(train, test, strict=True))
-    if smallest < MIN_SIZE or not all(map(len, test)):
+    tested = all(map(len, test)) or (share == 0 and len(ood))
+    if smallest < MIN_SIZE or not tested:
         wrong = f"a client would have {smallest} samples, and needs {MIN_SIZE}, some for testing"
         raise UserError(f"{wrong}: lower --clients or --silos, or add samples")
     groups = [group(data, samples, args.partition) for samples in train]

@@ -221,6 +221,7 @@ class Trainer:
         tests = {"id_accuracy": clients.held_out, "id_selected": of_selected}
         for name, samples in clients.tests.items():
             tests[f"{name}_accuracy"] = samples
+        tests = {name: samples for name, samples in tests.items() if len(samples)}
         accuracies, _, predicted, hits = self.measure(model, theta, list(tests.values()))
         measures = dict(zip(tests, accuracies.tolist(), strict=True))
         shown = list(tests).index("ood_accuracy" if "ood" in clients.tests else "id_accuracy")

@@ -108,6 +108,13 @@ def test_a_run_ends_with_chance_the_sampling_errors_and_the_accuracy_of_each_cla
     assert "{:.1f} (ID), {:.1f} (ood) points".format(*errors) in printed
 
 
+def test_without_held_out_samples_only_ood_is_measured(start, capsys):
+    rows = read_rows(start(fedavg, CUT + "run --held-out 0") / "run")
+    assert all(row["ood_accuracy"] and row["hits"] for row in rows)
+    assert not any(column.startswith("id_") for column in rows[0])
+    assert "by 12.7 (ood) points" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("most", "warns"), [(55, True), (54, False)])
 def test_a_model_that_nearly_always_says_the_same_is_named(tiny, capsys, most, warns):
     clients = Namespace(tests={"ood": tiny.test}, held_out=tiny.train)

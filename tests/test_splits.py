@@ -7,7 +7,7 @@ from conftest import settings
 
 from common import UserError, random_at
 from common.data import Dataset
-from common.splits import by_domain, deal, dirichlet, draw, hold_out
+from common.splits import by_domain, deal, dirichlet, draw, hold_out, shards
 
 
 @pytest.fixture
@@ -79,6 +79,20 @@ def test_hold_out(rng):
     assert all(all_once([a, b], p) for a, b, p in zip(train, test, parts, strict=True))
 
 
+def test_two_shards_of_equal_size_have_few_labels(rng):
+    """A client has one label more for each border between two labels that crosses a shard."""
+    labels = torch.from_numpy(rng.permutation(np.repeat(np.arange(10), 600)))
+    parts = shards(labels, 100, rng)
+    assert all_once(parts, labels.argsort()) and {len(part) for part in parts} == {60}
+    held = [labels[part].bincount(minlength=10) for part in parts]
+    assert max(int((counts > 0).sum()) for counts in held) == 2, "600 samples are 20 whole shards"
+    alone = sum(bool((counts == 60).any()) for counts in held)
+    assert alone < 30, "the second shard is drawn from all, and of 199 others 19 have this label"
+    shifted = shards(labels[15:], 100, rng)  # 199.5 shards' worth: borders are inside of shards
+    assert {len(part) for part in shifted} <= {58, 59, 60} and all_once(shifted, torch.arange(5985))
+    assert max(len(labels[15:][part].unique()) for part in shifted) in (3, 4)
+
+
 # ---------------------------------------------------------------- random draws
 
 
@@ -130,7 +144,7 @@ def held_by(clients):
 
 @pytest.mark.parametrize("test_domain", [None, "dark"])
 @pytest.mark.parametrize(
-    "partition", ["iid", "dirichlet", "domain", "silos", "rare", "twins", "specialists"]
+    "partition", ["iid", "dirichlet", "shards", "domain", "silos", "rare", "twins", "specialists"]
 )
 def test_no_sample_has_two_owners_and_a_seed_gives_the_same_clients(partition, test_domain):
     data = ten_classes()
@@ -146,7 +160,7 @@ def test_no_sample_has_two_owners_and_a_seed_gives_the_same_clients(partition, t
     elif partition != "silos":
         assert torch.equal(ood, data.test), "the standard test set"
     pool = int((data.domain == 0).sum()) if test_domain else 6000
-    if partition in ("iid", "dirichlet", "domain"):
+    if partition in ("iid", "dirichlet", "shards", "domain"):
         assert len(held) == pool, "with a test domain, the training and the test set are one"
     assert all(torch.equal(a, b) for a, b in zip(held_by(clients), held_by(again), strict=True))
     assert not torch.equal(clients.train[0], other.train[0])
@@ -171,9 +185,23 @@ def test_the_participating_clients_come_first_and_are_those_of_the_draw(tiny, pa
 
 
 def test_by_default_4_in_10_clients_participate_or_those_of_all_domains(tiny):
-    for partition, n, m, k in (("iid", 10, 4, 2), ("iid", 1, 1, 1), ("domain", 6, 6, 2)):
+    for partition, n, m, k in (
+        ("iid", 10, 4, 2),
+        ("iid", 1, 1, 1),
+        ("shards", 10, 4, 2),
+        ("domain", 6, 6, 2),
+    ):
         found = dealt(tiny, partition, clients=n)
         assert (found.participating, found.sample) == (m, k)
+
+
+def test_with_nothing_held_out_clients_train_on_all_their_samples(tiny):
+    clients = dealt(tiny, "iid", clients=4, held_out=0)
+    assert all_once(clients.train, tiny.train) and not len(clients.held_out)
+    some = dealt(tiny, "iid", clients=4, held_out=0.3)
+    assert [len(samples) for samples in some.test] == [9] * 4
+    with pytest.raises(UserError, match="some for testing"):
+        dealt(replace(tiny, test=tiny.test[:0]), "iid", clients=4, held_out=0)
 
 
 def test_silos_are_tested_on_their_own_domain_of_the_standard_test_set(tiny):

@@ -166,7 +166,8 @@ def report(runs: Runs, domains: Sequence[str]) -> None:
         print("In brackets: the 95 % interval of the mean paired difference over the seeds")
     run = runs[label][0]
     tests = {"ID": run.clients.held_out, **run.clients.tests}
-    errors = [f"{98 / len(part) ** 0.5:.1f} ({name})" for name, part in tests.items()]
+    sizes = {name: len(part) for name, part in tests.items() if len(part)}
+    errors = [f"{98 / n**0.5:.1f} ({name})" for name, n in sizes.items()]
     errors = ", ".join(errors)  # 98 / sqrt(n) is 1.96 standard errors at 50 %
     chance = percent(1 / len(run.data.classes))
     print(f"Chance: {chance}. So few test images may move a number by {errors} points (95 %)")

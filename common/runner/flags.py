@@ -12,11 +12,13 @@ from pathlib import Path
 from common import UserError, data, first_line, models
 from common.runner.runs import MAY_CHANGE
 
+DIVIDED = ["dirichlet", "iid", "shards", "domain", "rare", "twins", "specialists"]
 NEEDS = {  # flag -> the values of another flag with which it changes anything
     "dirichlet": ("partition", ["dirichlet"]),
     "silos": ("partition", ["silos"]),
     "silo_size": ("partition", ["silos"]),
-    "clients": ("partition", ["dirichlet", "iid", "domain", "rare", "twins", "specialists"]),
+    "clients": ("partition", DIVIDED),
+    "held_out": ("partition", DIVIDED),
     "width": ("model", models.OWN),
     "momentum": ("optimizer", ["sgd"]),
 }
@@ -82,13 +84,13 @@ def add_shared_flags(parser: Parser) -> None:
 
     add = parser.add_argument_group("clients").add_argument
     add("--partition",
-        choices=["dirichlet", "iid", "domain", "silos", "rare", "twins", "specialists"],
+        choices=[*DIVIDED, "silos"],
         help="which client holds which samples. dirichlet: different shares of the labels; iid:"
-        " random equal parts; domain: one domain per client; silos: see --silos; rare: three"
-        " clients hold a class that nobody else has; twins: two clients hold each of these"
-        " classes; specialists: most clients hold one class, the others all (default: the"
-        " example's on glyphs, domain with --rotate or --test-domain, silos in uefl.py, else"
-        " dirichlet)")
+        " random equal parts; shards: equal parts with about two labels each; domain: one domain"
+        " per client; silos: see --silos; rare: three clients hold a class that nobody else has;"
+        " twins: two clients hold each of these classes; specialists: most clients hold one class,"
+        " the others all (default: the example's on glyphs, domain with --rotate or --test-domain,"
+        " silos in uefl.py, else dirichlet)")
     add("--dirichlet", type=positive, default=0.1, metavar="ALPHA",
         help="smaller: the clients' labels differ more")
     add("--clients", type=whole,
