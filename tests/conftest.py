@@ -1,8 +1,5 @@
-import csv
-import functools
 import os
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 # With a GPU in sight, a process cannot fork once it has computed gradients, so only test_gpu.py,
@@ -10,60 +7,18 @@ from pathlib import Path
 if not any("test_gpu" in word for word in sys.argv):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import numpy as np
 import pytest
 import torch
+from helpers import drawn, make_tiny, settings
 from matplotlib.figure import Figure
 
 import common.data
 from common import ranks
-from common.data import Dataset
-from common.runner import flags, runs
+from common.runner import runs
 from common.splits import Clients
 from common.train import Trainer
 
 torch.set_num_threads(1)  # the models here are too small to share between cores
-
-
-def make_tiny(n_train=120, n_test=60, size=8) -> Dataset:
-    """Noisy 8x8 images of three classes: the bright quarter. The second domain is darker."""
-    rng = np.random.default_rng(0)
-    n = n_train + n_test
-    y, domain = rng.integers(0, 3, n), np.arange(n) % 2
-    x = rng.integers(0, 60, (n, 1, size, size))
-    half = size // 2
-    for i in range(n):
-        top, left = divmod(int(y[i]), 2)
-        x[i, 0, top * half :, left * half :][:half, :half] += 180 - 100 * domain[i]
-    return Dataset(
-        "tiny", torch.from_numpy(x).to(torch.uint8), torch.from_numpy(y), torch.arange(n_train),
-        torch.arange(n_train, n), ["a", "b", "c"], torch.from_numpy(domain), ["light", "dark"],
-    )  # fmt: skip
-
-
-def settings(**changes) -> Namespace:
-    """All shared flags with their defaults, but for these changes."""
-    words = ["--out", "run", "--precision", "float32", "--device", "cpu"]
-    args = flags.parse(__file__, "Test", {"mnist": {}}, {}, lambda add: None, words)
-    return Namespace(**{**vars(args), "seed": 0, **changes})
-
-
-def read_rows(folder) -> list[dict[str, str]]:
-    """The rows of metrics.csv in this folder. All values are strings."""
-    with open(folder / "metrics.csv", newline="") as f:
-        return list(csv.DictReader(f))
-
-
-def outcome(folder) -> tuple[list[bytes], list[dict[str, str]]]:
-    """What a run leaves, without the seconds that it took: its models and its rows of metrics."""
-    rows = read_rows(folder)
-    for row in rows:
-        del row["seconds"]
-    models = [file for file in sorted(folder.glob("*.pt")) if file.name != "checkpoint.pt"]
-    return [file.read_bytes() for file in models], rows
-
-
-drawn = functools.cache(common.data.glyphs)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # or every child would import it
-from conftest import make_tiny
+from helpers import make_tiny
 from matplotlib.figure import Figure
 
 import common.data

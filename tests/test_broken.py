@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 
 import pytest
-from conftest import make_tiny, settings
+from helpers import make_tiny, settings
 from PIL import Image
 
 import common.data

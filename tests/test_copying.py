@@ -1,6 +1,6 @@
 """What docs/copying.md and docs/examples/ promise: pieces run elsewhere, and mistakes are real.
 
-    python -m tests.test_copying --write       copies the pieces into the examples again
+    PYTHONPATH=. python tests/test_copying.py --write    copies the pieces into the examples again
 
 The Flower examples need `pip install "flwr[simulation]"`. Without it, their tests are skipped.
 """
@@ -14,7 +14,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +21,7 @@ import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
+from helpers import ROOT
 from scipy.spatial import ConvexHull
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -29,7 +29,6 @@ from convex_hull_select import hull_vertices
 from fediir import fediir_loss
 from minimax_select import minimax_clients
 
-ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/copying.md").read_text()
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
 
@@ -68,7 +67,7 @@ def example(name):
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_holds_the_pieces_of_today_and_imports_nothing_of_this_project(path):
     text = path.read_text()
-    assert text == with_todays_pieces(text), "run: python -m tests.test_copying --write"
+    assert text == with_todays_pieces(text), "run the command at the top of this file"
     modules = {
         line.split()[1].split(".")[0] for line in re.findall(r"^(?:import|from) .*", text, re.M)
     }

@@ -4,13 +4,10 @@ import ast
 import doctest
 import importlib
 import re
-from pathlib import Path
 
 import pytest
-from conftest import read_rows
+from helpers import METHODS, ROOT, read_rows
 
-ROOT = Path(__file__).parent.parent
-METHODS = ["fedavg", "entropy_weighting", "minimax_select", "convex_hull_select", "fediir", "uefl"]
 PAGES = {page.stem: page.read_text() for page in sorted(ROOT.glob("docs/*.md"))}
 SNIPPETS = [
     (name, *found)

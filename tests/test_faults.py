@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import read_rows
+from helpers import read_rows
 
 import convex_hull_select
 import entropy_weighting

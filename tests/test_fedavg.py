@@ -3,7 +3,7 @@ from argparse import Namespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import read_rows
+from helpers import kept, logits_by_hand, parsed, read_rows, sgd_by_hand
 
 import convex_hull_select
 import entropy_weighting
@@ -11,41 +11,12 @@ import fedavg
 import fediir
 import uefl
 from common import random_at
-from common.runner import compare, flags, setup
+from common.runner import compare, setup
 from common.splits import draw
-from common.train import get_weights, set_weights
+from common.train import get_weights
 
 CUT = "--model cnn --width 0.125 --local-epochs 2 --batch-size 16 --lr 0.1 --dirichlet 0.5 "
 CUT += "--clients 6 --participating 4 --sample 2 --rounds 3 --no-compare --out "
-
-
-def parsed(method, words):
-    """The flags of one run."""
-    small, own = method.SMALL, method.own_flags
-    args = flags.parse(method.__file__, method.__doc__, method.SETTINGS, small, own, words.split())
-    return Namespace(**{**vars(args), "seed": args.seed[0]})
-
-
-def kept(folder):
-    """What a run keeps for its next round."""
-    return torch.load(folder / "checkpoint.pt")["state"]
-
-
-def logits_by_hand(model, theta, data, samples):
-    set_weights(model, theta)
-    return model(data.x[samples].float() / 127.5 - 1)
-
-
-def sgd_by_hand(args, data, model, theta, samples, t, k):
-    """Local training by its definition: a step p <- p - lr grad for each batch of each epoch."""
-    rng = random_at(args.seed, "batches", t, k)
-    for _ in range(args.local_epochs):
-        order = samples[torch.from_numpy(rng.permutation(len(samples)))]
-        for batch in order.split(args.batch_size):
-            loss = F.cross_entropy(logits_by_hand(model, theta, data, batch), data.y[batch])
-            gradients = torch.autograd.grad(loss, list(model.parameters()))
-            theta = theta - args.lr * torch.cat([g.flatten() for g in gradients])
-    return theta
 
 
 @pytest.mark.parametrize("selection", ["random", "power_of_choice"])

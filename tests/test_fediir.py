@@ -2,8 +2,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import read_rows
-from test_fedavg import kept, logits_by_hand, parsed
+from helpers import kept, logits_by_hand, parsed, read_rows
 
 import fedavg
 import fediir

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import settings
+from helpers import settings
 
 import convex_hull_select
 import fedavg

@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 import pytest
+from helpers import METHODS, ROOT
 from scipy.stats import ttest_1samp, ttest_ind_from_stats, ttest_rel
-from test_docs import METHODS, ROOT
 
 from common import UserError
 from results import experiments, page, tables

@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import conftest
+import helpers
 import pytest
 from ranks import CALLS, child, kill_rank_1_in_round_2
 
@@ -30,7 +30,7 @@ def call(method, more=""):
 
 def outcome(folder):
     """What a run leaves: model.pt, metrics.csv without the seconds, and the names of its files."""
-    return *conftest.outcome(folder), {file.name for file in folder.iterdir()}
+    return *helpers.outcome(folder), {file.name for file in folder.iterdir()}
 
 
 def said(folder):
@@ -127,7 +127,7 @@ CALL = CALLS[fedavg] + " --out run "
 
 
 def other_data():
-    data = conftest.make_tiny()
+    data = helpers.make_tiny()
     data.x[data.train[0]] += 1
     common.data.load = lambda name, *args: data
 

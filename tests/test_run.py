@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import outcome, read_rows, settings
+from helpers import ROOT, outcome, read_rows, settings
 from matplotlib.figure import Figure
 from scipy.stats import ttest_rel
 
@@ -27,7 +27,6 @@ from common.runner import flags, plots, runs
 from common.splits import deal
 from common.train import Trainer
 
-ROOT = Path(__file__).parent.parent
 WU = (
     "--model cnn --width 0.125 --local-epochs 1 --batch-size 16 --partition dirichlet --clients 6 "
     "--participating 4 --sample 2 --rounds 4 "

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import outcome
+from helpers import outcome
 from ranks import CALLS, child
 
 import fedavg

@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import settings
+from helpers import settings
 
 from common import UserError, random_at
 from common.data import Dataset

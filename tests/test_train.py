@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import settings
+from helpers import settings
 
 from common import UserError, random_at
 from common.devices import pick_precision, seeded

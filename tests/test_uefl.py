@@ -10,9 +10,8 @@ import scipy.stats
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import outcome, read_rows
+from helpers import kept, outcome, parsed, read_rows
 from scipy.cluster.vq import kmeans2
-from test_fedavg import kept, parsed
 
 import fedavg
 import uefl

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import pytest
 from matplotlib.figure import Figure
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent  # not from helpers, which imports the code before it is patched
 VARIATIONS = ROOT / "docs/variations"
 NAMES = sorted(diff.stem for diff in VARIATIONS.glob("*.diff"))
 TEXT = (VARIATIONS / "README.md").read_text()
@@ -33,8 +33,8 @@ def check(name: str, tree: Path) -> str:
     """In a new process: what went wrong with README's commands or with the checks, or ""."""
     shutil.copytree(ROOT / "common", tree / "common", ignore=shutil.ignore_patterns("__pycache__"))
     (tree / "tests/variations").mkdir(parents=True)
-    checks = [ROOT / "tests/variations" / f"{file}.py" for file in ("by_hand", name)]
-    for file in [*ROOT.glob("*.py"), ROOT / "pytest.ini", ROOT / "tests/conftest.py", *checks]:
+    tests = [ROOT / f"tests/{file}.py" for file in ("conftest", "helpers", f"variations/{name}")]
+    for file in [*ROOT.glob("*.py"), ROOT / "pytest.ini", *tests]:
         shutil.copy(file, tree / file.relative_to(ROOT))
     os.chdir(tree)
     os.environ["GIT_CEILING_DIRECTORIES"] = str(tree.parent)  # this is no repository
@@ -70,6 +70,6 @@ def test_a_variation_applies_and_passes_its_checks(checks, name):
 
 
 def test_each_variation_has_its_paragraph_and_its_checks():
-    checks = {file.stem for file in (ROOT / "tests/variations").glob("*.py")} - {"by_hand"}
+    checks = {file.stem for file in (ROOT / "tests/variations").glob("*.py")}
     assert set(SECTIONS) == set(NAMES) == checks
     assert all("    python " in text for text in SECTIONS.values()), "the command that uses it"

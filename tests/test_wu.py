@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from conftest import read_rows
+from helpers import kept, parsed, read_rows, sgd_by_hand
 from scipy.optimize import linprog
 from scipy.spatial import ConvexHull
-from test_fedavg import kept, parsed, sgd_by_hand
 
 import convex_hull_select
 import entropy_weighting

@@ -3,8 +3,7 @@ from itertools import combinations
 import pytest
 import torch
 import torch.nn.functional as F
-from by_hand import kept, poison, prepared, selections
-from conftest import read_rows
+from helpers import kept, poison, prepared, read_rows, selections
 
 import convex_hull_select
 import minimax_select

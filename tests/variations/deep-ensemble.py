@@ -2,8 +2,7 @@ import contextlib
 
 import pytest
 import torch
-from by_hand import kept
-from conftest import read_rows
+from helpers import kept, read_rows
 
 import uefl
 from common import models

@@ -2,8 +2,7 @@ import math
 
 import pytest
 import torch
-from by_hand import prepared, selections
-from conftest import read_rows
+from helpers import prepared, read_rows, selections
 
 import entropy_weighting
 from common import UserError

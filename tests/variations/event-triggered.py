@@ -1,7 +1,6 @@
 import pytest
 import torch
-from by_hand import kept, prepared, selections
-from conftest import read_rows
+from helpers import kept, prepared, read_rows, selections
 
 import convex_hull_select
 import minimax_select

@@ -2,7 +2,7 @@ import contextlib
 
 import numpy as np
 import torch
-from by_hand import kept, prepared
+from helpers import kept, prepared
 
 import entropy_weighting
 import fedavg

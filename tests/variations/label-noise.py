@@ -3,9 +3,8 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from by_hand import kept, prepared, selections
 from common.noise import symmetric_noise, trimmed_mean
-from conftest import read_rows
+from helpers import kept, prepared, read_rows, selections
 from scipy.stats import chisquare, trim_mean
 
 import convex_hull_select

@@ -1,6 +1,6 @@
 import torch
 import torch.nn.functional as F
-from by_hand import prepared
+from helpers import prepared
 
 import fediir
 from common import random_at

@@ -1,6 +1,5 @@
 import pytest
-from by_hand import prepared, selections
-from conftest import read_rows
+from helpers import prepared, read_rows, selections
 
 import entropy_weighting
 from common import UserError

@@ -1,5 +1,4 @@
-from by_hand import prepared, selections
-from conftest import read_rows
+from helpers import prepared, read_rows, selections
 
 import fedavg
 

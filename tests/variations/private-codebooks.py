@@ -1,6 +1,5 @@
 import torch
-from by_hand import kept, prepared
-from conftest import read_rows
+from helpers import kept, prepared, read_rows
 
 import uefl
 from common import splits

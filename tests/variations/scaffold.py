@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from by_hand import kept, prepared
-from conftest import outcome
+from helpers import kept, outcome, prepared
 
 import entropy_weighting
 import fedavg

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import make_tiny, settings
+from helpers import make_tiny, settings
 
 import common.data
 from common import UserError, random_at

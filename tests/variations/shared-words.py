@@ -1,5 +1,4 @@
-from by_hand import kept
-from conftest import read_rows
+from helpers import kept, read_rows
 
 import uefl
 

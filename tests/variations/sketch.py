@@ -1,8 +1,7 @@
 import pytest
 import torch
-from by_hand import poison, selections
 from common.sketch import sketch
-from conftest import read_rows
+from helpers import poison, read_rows, selections
 
 import convex_hull_select
 import minimax_select

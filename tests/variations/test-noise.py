@@ -1,5 +1,4 @@
-from by_hand import prepared
-from conftest import read_rows
+from helpers import prepared, read_rows
 
 import uefl
 

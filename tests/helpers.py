@@ -1,0 +1,128 @@
+"""What several tests need: tiny data, the flags and the outcome of a run, and training by hand."""
+
+import csv
+import functools
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import common.data
+from common import random_at
+from common.data import Dataset
+from common.runner import flags, setup
+from common.splits import Clients
+from common.train import Trainer, get_weights, set_weights
+
+ROOT = Path(__file__).parent.parent
+METHODS = ["fedavg", "entropy_weighting", "minimax_select", "convex_hull_select", "fediir", "uefl"]
+
+drawn = functools.cache(common.data.glyphs)
+
+
+def make_tiny(n_train=120, n_test=60, size=8) -> Dataset:
+    """Noisy 8x8 images of three classes: the bright quarter. The second domain is darker."""
+    rng = np.random.default_rng(0)
+    n = n_train + n_test
+    y, domain = rng.integers(0, 3, n), np.arange(n) % 2
+    x = rng.integers(0, 60, (n, 1, size, size))
+    half = size // 2
+    for i in range(n):
+        top, left = divmod(int(y[i]), 2)
+        x[i, 0, top * half :, left * half :][:half, :half] += 180 - 100 * domain[i]
+    return Dataset(
+        "tiny", torch.from_numpy(x).to(torch.uint8), torch.from_numpy(y), torch.arange(n_train),
+        torch.arange(n_train, n), ["a", "b", "c"], torch.from_numpy(domain), ["light", "dark"],
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- what a run begins with
+
+
+def settings(**changes) -> Namespace:
+    """All shared flags with their defaults, but for these changes."""
+    words = ["--out", "run", "--precision", "float32", "--device", "cpu"]
+    args = flags.parse(__file__, "Test", {"mnist": {}}, {}, lambda add: None, words)
+    return Namespace(**{**vars(args), "seed": 0, **changes})
+
+
+def parsed(method, words: str) -> Namespace:
+    """The flags of one run of this method, as the fixture `start` would run it."""
+    own = method.SETTINGS, method.SMALL, method.own_flags
+    words = f"--device cpu --precision float32 {words}".split()
+    args = flags.parse(method.__file__, method.__doc__, *own, words)
+    return Namespace(**{**vars(args), "seed": args.seed[0]})
+
+
+def prepared(
+    method, words: str, **options
+) -> tuple[Dataset, Clients, torch.nn.Module, Trainer, torch.Tensor]:
+    """The data, the clients, the model, the trainer and the first weights of a run.
+
+    options  of models.build
+    """
+    args = parsed(method, words)
+    data, clients, model = setup.assemble(args, **options)
+    trainer = Trainer(data, clients, torch.device("cpu"), args)
+    return data, clients, model, trainer, get_weights(model)
+
+
+# ---------------------------------------------------------------- what a run leaves
+
+
+def read_rows(folder) -> list[dict[str, str]]:
+    """The rows of metrics.csv in this folder. All values are strings."""
+    with open(folder / "metrics.csv", newline="") as f:
+        return list(csv.DictReader(f))
+
+
+def selections(rows) -> list[list[int]]:
+    """The clients selected in each round."""
+    return [[int(k) for k in row["selected"].split()] for row in rows]
+
+
+def kept(folder) -> dict:
+    """What the run in this folder keeps for its next round."""
+    return torch.load(folder / "checkpoint.pt")["state"]
+
+
+def outcome(folder) -> tuple[list[bytes], list[dict[str, str]]]:
+    """What a run leaves, without the seconds that it took: its models and its rows of metrics."""
+    rows = read_rows(folder)
+    for row in rows:
+        del row["seconds"]
+    models = [file for file in sorted(folder.glob("*.pt")) if file.name != "checkpoint.pt"]
+    return [file.read_bytes() for file in models], rows
+
+
+# ---------------------------------------------------------------- training by hand
+
+
+def logits_by_hand(model, theta, data, samples):
+    set_weights(model, theta)
+    return model(data.x[samples].float() / 127.5 - 1)
+
+
+def sgd_by_hand(args, data, model, theta, samples, t, k):
+    """Local training by its definition: a step p <- p - lr grad for each batch of each epoch."""
+    rng = random_at(args.seed, "batches", t, k)
+    for _ in range(args.local_epochs):
+        order = samples[torch.from_numpy(rng.permutation(len(samples)))]
+        for batch in order.split(args.batch_size):
+            loss = F.cross_entropy(logits_by_hand(model, theta, data, batch), data.y[batch])
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            theta = theta - args.lr * torch.cat([g.flatten() for g in gradients])
+    return theta
+
+
+def poison(monkeypatch, client) -> None:
+    """From now on the images of this client are NaN, so its uploads are never finite."""
+    batches = Trainer._batches
+
+    def poisoned(self, k, t, total):
+        for x, y in batches(self, k, t, total):
+            yield x * (torch.nan if k == client else 1), y
+
+    monkeypatch.setattr(Trainer, "_batches", poisoned)
