@@ -6,18 +6,14 @@ The words of README's table come from the intervals. A `c` is a Comparison of ta
 import numpy as np
 
 from common.runner import plots
-from common.runner.compare import interval
+from common.runner.measures import in_percent
+from common.runner.table import interval, pm, show, with_interval, without_empty_columns
 from results.tables import (
     RESULTS,
     around,
     build,
     comparisons,
     first_half,
-    in_percent,
-    pm,
-    show,
-    with_interval,
-    without_empty_columns,
 )
 
 
@@ -29,7 +25,7 @@ def size(value, column):
 
 def bounds(c, difference):
     """The 95 % interval of these differences in words."""
-    better, worse = ("lower", "higher") if c.column == "mE" else ("better", "worse")
+    better, worse = ("lower", "higher") if c.sign < 0 else ("better", "worse")
     _, low, high = interval(c.sign * difference)
     least, most = size(low, c.column), size(high, c.column)
     if low > 0:

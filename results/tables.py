@@ -17,7 +17,7 @@ from scipy.stats import gmean
 from scipy.stats import t as student
 
 from common import UserError
-from common.runner.compare import interval
+from common.runner.measures import in_percent, measure_of
 
 RESULTS = Path(__file__).parent
 
@@ -111,7 +111,7 @@ class Comparison:
         papers = [spread(self.paper), spread(self.paper_baseline)]
         self.paper_means, self.paper_deviations = np.array(papers).T
         self.effect = self.paper_means[0] - self.paper_means[1]
-        self.sign = -1 if self.column == "mE" else 1  # uncertainty is to fall
+        self.sign = measure_of(self.column).better
 
     def over_experiments(self, values):
         """The mean over the experiments: [2, seeds, experiments, ...] becomes [2, seeds, ...]."""
@@ -160,36 +160,6 @@ def comparisons():
         comparison.load(runs)
         blocks.setdefault((comparison.page, comparison.block), []).append(comparison)
     return blocks
-
-
-def in_percent(column):
-    """Whether a column is a share; all are but these."""
-    return column not in ("mE", "gradient_spread", "train_loss")
-
-
-def show(value, column, sign=""):
-    return f"{value:{sign}.1f}" if in_percent(column) else f"{value:{sign}.3f}"
-
-
-def pm(values, column):
-    """mean ± sample standard deviation of these numbers [n]."""
-    if len(values) < 2:
-        return "".join(show(value, column) for value in values)
-    return f"{show(values.mean(), column)} ± {show(values.std(ddof=1), column)}"
-
-
-def with_interval(difference, column):
-    """mean (low to high) of differences [n], which is the 95 % interval by Student's t."""
-    if len(difference) < 2:
-        return "".join(show(value, column, "+") for value in difference)
-    mean, low, high = (show(value, column, "+") for value in interval(difference))
-    return f"{mean} ({low} to {high})"
-
-
-def without_empty_columns(table):
-    """A table, which is a list of lists of texts, without the columns that have only a header."""
-    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
-    return list(zip(*columns, strict=True))
 
 
 def build(file, blocks):

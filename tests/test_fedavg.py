@@ -129,6 +129,7 @@ def test_another_flag_makes_it_another_experiment(method, words):
     ],
 )
 def test_only_a_difference_that_shows_is_as_predicted(ours, side, holds, capsys):
-    runs = {name: [Namespace(mean_of_last={"x": x}.get)] for name, x in (("a", ours), ("b", 0.5))}
-    compare.verdict(runs, "x changes", {"x": side})
+    accuracies = {"a": ours, "b": 0.5}
+    runs = {name: [Namespace(rows=[{"id_accuracy": x}])] for name, x in accuracies.items()}
+    compare.verdict(runs, "ID changes", {"id_accuracy": side})
     assert ("NOT as predicted" in capsys.readouterr().out) != holds

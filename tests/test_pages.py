@@ -12,6 +12,7 @@ from helpers import METHODS, ROOT
 from scipy.stats import ttest_1samp, ttest_ind_from_stats, ttest_rel
 
 from common import UserError
+from common.runner.table import with_interval
 from results import experiments, page, tables
 
 EXPERIMENTS = list(csv.DictReader((ROOT / "results/experiments.csv").open()))
@@ -108,7 +109,7 @@ def test_the_measures_of_a_comparison():
     assert c.difference() == pytest.approx([10, 30]), "the third seed has no partner"
     assert c.difference(tables.around(1)) == pytest.approx([16, 30])
     assert c.difference(tables.first_half) == pytest.approx([80 / 3, 30])
-    assert tables.with_interval(c.difference(), c.column) == "+20.0 (-107.1 to +147.1)"  # t: 12.706
+    assert with_interval(c.difference(), c.column) == "+20.0 (-107.1 to +147.1)"  # t: 12.706
 
 
 def test_the_level_of_the_paper():

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -26,19 +27,28 @@ def make_run(folder: Path, accuracies: list, seed=0, name="FedIIR", finished=Tru
 
 
 @pytest.fixture
-def compared(tmp_path, monkeypatch, capsys):
-    """compared(folder, ...) runs the program in tmp_path and returns the cells that it prints."""
+def printed(tmp_path, monkeypatch, capsys):
+    """printed(word, ...) runs the program in tmp_path, and returns what it prints."""
     monkeypatch.chdir(tmp_path)
 
-    def main(*folders):
-        monkeypatch.setattr(sys, "argv", ["report.py", *map(str, folders)])
+    def main(*words):
+        monkeypatch.setattr(sys, "argv", ["report.py", *map(str, words)])
         report.main()
-        lines = capsys.readouterr().out.splitlines()
-        return {
-            line.split("  ")[0]: [c.strip() for c in line.split("  ") if c][1:] for line in lines
-        }
+        return capsys.readouterr().out
 
     return main
+
+
+@pytest.fixture
+def compared(printed):
+    """compared(word, ...) is the first table that the program prints: row -> cells."""
+
+    def first_table(*words):
+        lines = printed(*words).splitlines()[2:]
+        cells = [[cell.strip() for cell in line.split("  ") if cell] for line in lines]
+        return {label: found for label, *found in takewhile(lambda of: len(of) > 1, cells)}
+
+    return first_table
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_row(tmp_path, compared):
@@ -49,9 +59,9 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row(tmp_path, compared):
     make_run(tmp_path / "runs/d", [0.3] * 6, name="UEFL", method="uefl")
     make_run(tmp_path / "runs/e", [0.2] * 6, name="UEFL", method="uefl", code="def")
     rows = compared("runs", "runs/a")  # a folder that is given twice counts once
-    assert rows["FedIIR (fediir) lr=0.1"] == ["0 1", "70.0 ± 14.1", "30.0 ± 14.1"]
-    assert rows["FedIIR (fediir) lr=0.5"] == ["0", "90.0", "10.0"]
-    assert rows["UEFL (uefl) code=abc"] == ["0", "30.0", "70.0"], "other code is another row"
+    assert rows["FedIIR lr=0.1"] == ["1 0", "2 to 6", "70.0 ± 14.1", "30.0 ± 14.1"]
+    assert rows["FedIIR lr=0.5"] == ["0", "2 to 6", "90.0", "10.0"]
+    assert rows["UEFL code=abc"][2:] == ["30.0", "70.0"], "other code is another row"
 
 
 def test_long_values_that_begin_alike_are_two_rows_and_how_a_run_was_started_is_none(
@@ -63,7 +73,7 @@ def test_long_values_that_begin_alike_are_two_rows_and_how_a_run_was_started_is_
             out = tmp_path / f"runs/{name}{seed}"
             make_run(out, [0.5], seed, dataset=path, is_example=bool(seed))
     rows = compared("runs")
-    labels = [f"FedIIR (fediir) dataset=/a/long/path/to/{name}" for name in ("PACS", "VLCS")]
+    labels = [f"FedIIR dataset=/a/long/path/to/{name}" for name in ("PACS", "VLCS")]
     assert [rows[label][0] for label in labels] == ["0 1", "0 1"]
 
 
@@ -72,28 +82,60 @@ def test_differences_are_paired_over_the_seeds_that_both_have(tmp_path, compared
     ours, theirs = [0.50, 0.62, 0.45], [0.41, 0.55, 0.47]
     for seed, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         make_run(tmp_path / f"runs/{seed}", [a], seed)
-        make_run(tmp_path / f"runs/{seed}-fedavg", [b], seed, name="FedAvg", gamma=0)
+        make_run(tmp_path / f"runs/{seed}-fedavg", [b], seed, name="FedAvg", method_rounds=1)
     make_run(tmp_path / "runs/4", [0.9], 4)
     low, high = ttest_rel(ours, theirs).confidence_interval()
-    difference = compared("runs")["FedIIR (fediir) minus FedAvg (fediir)"][0]
-    assert difference == f"+4.7 ({100 * low:+.1f} to {100 * high:+.1f})"
+    seeds, difference, _ = compared("runs")["FedIIR - FedAvg"]
+    assert (seeds, difference) == ("0 1 2", f"+4.7 ({100 * low:+.1f} to {100 * high:+.1f})")
 
 
-def test_a_baseline_may_have_other_rounds_with_another_seed(tmp_path, compared):
-    """uefl.py trains FedAvg for as many rounds as UEFL, and that depends on the seed."""
-    for n in (3, 4):
-        make_run(tmp_path / f"runs/{n}-fedavg", [0.5] * n, n, name="FedAvg", method="uefl")
-    for n in (3, 4):
-        make_run(tmp_path / f"runs/{n}", [0.5] * n, n, name="FedAvg", method="fediir")
+def test_differences_are_paired_within_a_test_domain_and_then_averaged(tmp_path, compared):
+    """The row first by name has B alone, and A is far easier: across domains it would be +40."""
+    for domain, ours, theirs in (("A", 0.9, 0.8), ("B", 0.5, 0.3), ("C", 0.6, 0.6)):
+        make_run(tmp_path / f"runs/x{domain}", [ours], test_domain=domain)
+        make_run(tmp_path / f"runs/y{domain}", [theirs], test_domain=domain, name="FedAvg")
+    make_run(tmp_path / "runs/a", [0.5], test_domain="B", name="another")
     rows = compared("runs")
-    assert rows["FedAvg (uefl)"][0] == "3 4"
-    assert {"FedAvg (fediir) rounds=3", "FedAvg (fediir) rounds=4"} <= rows.keys()
+    assert rows["FedIIR - FedAvg"] == ["0", "+10.0", "-10.0"]
+    assert [rows[f"FedIIR - FedAvg, {domain}"][1] for domain in "ABC"] == ["+10.0", "+20.0", "+0.0"]
+    assert rows["another - FedAvg"] == ["0", "+20.0", "-20.0"]
+    assert compared("runs", "--minus", "another")["FedIIR - another"] == ["0", "+0.0", "+0.0"]
+    with pytest.raises(UserError, match="--minus fedavg: name one of the rows 'another', 'FedIIR'"):
+        compared("runs", "--minus", "fedavg")
+
+
+def test_a_baseline_is_what_its_flags_say_and_not_what_its_folder_is_called(tmp_path, compared):
+    """A baseline has as many rounds as its method came to, which can depend on the seed."""
+    for n in (3, 4):
+        flags = {"name": "FedAvg", "seed": n, "method_rounds": 2}
+        make_run(tmp_path / f"runs/{n}-fedavg", [0.5] * n, **flags)
+        make_run(tmp_path / f"runs/{n}-random", [0.5] * n, n, name="random")
+    rows = compared("runs")
+    assert rows["FedAvg"][:2] == ["3 4", "1 to 4"]
+    assert {"random rounds=3", "random rounds=4"} <= rows.keys()
+
+
+def test_what_a_fair_comparison_shares_is_named_if_it_differs(tmp_path, printed):
+    for name, epochs in (("a", 5), ("b", 1), ("c", 5)):
+        make_run(tmp_path / name, [0.5] * 20, model="cnn", local_epochs=epochs, name=name)
+    assert printed("a", "b").endswith("Not the same in all rows: local_epochs 5 (a), 1 (b)\n")
+    assert "Not the same" not in printed("a", "c")
+
+
+@pytest.mark.parametrize(("rounds", "beside"), [(19, True), (20, False)])
+def test_the_last_round_stands_beside_a_mean_over_much_of_a_run(tmp_path, printed, rounds, beside):
+    """The last five of 20 rounds are a quarter of them."""
+    make_run(tmp_path / "a", [0.5] * (rounds - 1) + [0.75])
+    lines = [line.split() for line in printed("a").splitlines()]
+    mean = ["FedIIR", "0", f"{rounds - 4}", "to", f"{rounds}", "55.0", "45.0"]
+    last = ["FedIIR", "0", f"{rounds}", "75.0", "25.0"]
+    assert mean in lines and (last in lines) == beside
 
 
 def test_a_run_that_has_just_started_does_not_hide_the_finished_seeds(tmp_path, compared, capsys):
     make_run(tmp_path / "runs/a", [0.5, 0.5])
     make_run(tmp_path / "runs/b", [], seed=1, rounds=2, finished=False)
-    assert compared("runs")["FedIIR (fediir)"] == ["0", "50.0", "50.0"]
+    assert compared("runs")["FedIIR"] == ["0", "1 to 2", "50.0", "50.0"]
 
 
 @pytest.mark.parametrize(

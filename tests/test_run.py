@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -199,11 +200,10 @@ def test_several_seeds_and_domains_are_runs_as_by_hand_and_resume_repeats_nothin
     for domain, ours in ends["FedIIR"].items():
         theirs = ends["FedAvg"][domain]
         bounds = ttest_rel(ours, theirs).confidence_interval(0.95)
-        shown = f"{np.subtract(ours, theirs).mean():.1f} ({bounds.low:.1f} to {bounds.high:.1f})"
+        shown = f"{np.subtract(ours, theirs).mean():+.1f} ({bounds.low:+.1f} to {bounds.high:+.1f})"
         row = "FedIIR - FedAvg" + f", {domain}" * bool(domain)
-        assert "0.0 to" not in shown and sum(
-            line.strip().startswith(f"{row}  ") and line.endswith(f"  {shown}") for line in printed
-        ) == 2, (row, shown, printed)  # fmt: skip
+        found = [line for line in printed if re.match(rf"{row} +1 2 .* {re.escape(shown)}$", line)]
+        assert "0.0 to" not in shown and len(found) == 2, (row, shown, printed)
 
 
 # ----------------------------------------------------------------------------------------- mistakes

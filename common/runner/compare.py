@@ -9,17 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from scipy.special import stdtrit  # scipy.stats would take half a second to import
 
 from common import UserError, ranks
-from common.runner import plots
+from common.runner import plots, table
 from common.runner.runs import Run, check_free
 from common.runner.setup import assemble, load
 
-SHOWN = [  # columns of metrics.csv in the table
-    "id_accuracy", "ood_accuracy", "neutral_accuracy", "rare_accuracy", "rare_selected",
-    "turned_accuracy", "turned_extended",
-]  # fmt: skip
 Runs = Mapping[str, Sequence[Run]]  # label -> its runs, in the order of the plans
 
 
@@ -94,7 +89,9 @@ def run_all(args, federate, label, changes, plans, prediction, shows_in) -> Runs
         for name, flags in changes.items():
             out = str(folder_of(plan.out, name, label))
             own = changed(plan, **flags, rounds=rounds, name=name, out=out)
-            own.compare = args.compare and name == label  # a resumed baseline has no baselines
+            if name != label:
+                own.compare = False  # a resumed baseline has no baselines
+                own.method_rounds = plan.rounds  # its own may depend on the seed
             run = federate(own)
             runs[name].append(run)
             rounds = run.t  # a baseline stops when the method has stopped
@@ -104,7 +101,8 @@ def run_all(args, federate, label, changes, plans, prediction, shows_in) -> Runs
     rows = {name: [run.rows for run in of_name] for name, of_name in runs.items()}
     chance = 1 / len(runs[label][0].data.classes)
     plots.curves(Path(args.out) / "curves.png", rows, chance, domains)
-    report(runs, domains)
+    table.report(run for of_name in runs.values() for run in of_name)
+    errors(runs[label][0])
     for name, of_name in runs.items():
         describe(name, of_name)
     print(f"Metrics, models and pictures are in {args.out}")
@@ -123,48 +121,13 @@ def folder_of(out: str, name: str, label: str) -> Path:
     return Path(out if name == label else f"{out}-{name.lower().replace(' ', '-')}")
 
 
-def interval(differences: np.ndarray) -> tuple[float, float, float]:
-    """The mean of paired differences [n], n > 1, and its 95 % interval by Student's t."""
-    mean, n = differences.mean(), len(differences)
-    half = stdtrit(n - 1, 0.975) * differences.std(ddof=1) / n**0.5
-    return mean, mean - half, mean + half
-
-
 def percent(share: float) -> str:
     """A share as percent with one decimal."""
     return f"{100 * share:.1f}"
 
 
-def report(runs: Runs, domains: Sequence[str]) -> None:
-    """Prints how the runs ended, with paired differences to the baselines if there are more seeds.
-
-    domains  the test domains that took turns; with several, each has rows of its own
-    """
-    label, *baselines = runs
-    columns = [c for c in SHOWN if all(c in run.rows[-1] for of in runs.values() for run in of)]
-    ends = {}
-    for name, of_name in runs.items():
-        values = [[run.mean_of_last(column) for column in columns] for run in of_name]
-        ends[name] = np.array(values).reshape(-1, len(domains), len(columns))
-    parts = {"": slice(None)}
-    if len(domains) > 1:
-        parts |= {f", {domain}": slice(d, d + 1) for d, domain in enumerate(domains)}
-    table = [["", *columns]]
-    for part, of_part in parts.items():
-        means = {name: values[:, of_part].mean(1) for name, values in ends.items()}
-        for name, values in means.items():  # [seeds, columns]
-            table.append([name + part, *map(percent, values.mean(0))])
-        for name in baselines if len(means[label]) > 1 else []:
-            bounds = [interval(differences) for differences in (means[label] - means[name]).T]
-            texts = ["{} ({} to {})".format(*map(percent, bound)) for bound in bounds]
-            table.append([f"{label} - {name}{part}", *texts])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    print("\nPercent, mean of the last five evaluations (rare_selected: of all), over all runs")
-    for row in table:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    if baselines and len(ends[label]) > 1:
-        print("In brackets: the 95 % interval of the mean paired difference over the seeds")
-    run = runs[label][0]
+def errors(run: Run) -> None:
+    """Prints chance, and how far a test set of this size can move a number."""
     tests = {"ID": run.clients.held_out, **run.clients.tests}
     sizes = {name: len(part) for name, part in tests.items() if len(part)}
     errors = [f"{98 / n**0.5:.1f} ({name})" for name, n in sizes.items()]
@@ -199,9 +162,9 @@ def verdict(runs: Runs, prediction: str, shows_in: Mapping[str, str]) -> None:
     (label, ours), (name, theirs), *_ = runs.items()
     found, holds = [], True
     for column, side in shows_in.items():
-        means = [np.mean([run.mean_of_last(column) for run in of]) for of in (ours, theirs)]
-        here, there = np.round(means, 3)  # what is printed as equal is a tie
+        here, there = (np.mean([table.score(run, column) for run in of]) for of in (ours, theirs))
+        here, there = round(here, 1), round(there, 1)  # what is printed as equal is a tie
         holds &= bool(here > there) if side == "above" else bool(here < there)
-        found.append(f"{column} is {percent(here)} ({label}) and {percent(there)} ({name})")
+        found.append(f"{column} is {here:.1f} ({label}) and {there:.1f} ({name})")
     print(f"\nPrediction: {prediction}.\nThis run: {', '.join(found)}.", end=" ")
     print("As predicted." if holds else "This is NOT as predicted.")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common import ranks
 from common.data import Dataset
+from common.runner.measures import in_percent, measure_of, shown
 from common.splits import Clients
 
 Rows = Sequence[Mapping]  # of a run: one dict per round, as in metrics.csv
@@ -39,17 +40,6 @@ STYLE = {
     "figure.constrained_layout.use": True,
     "savefig.dpi": 150,
     "text.parse_math": False,
-}
-PANELS = {  # column of metrics.csv -> title; a column without numbers gets no panel
-    "id_accuracy": "ID accuracy (percent)",
-    "ood_accuracy": "OOD accuracy (percent)",
-    "neutral_accuracy": "colour-neutral accuracy (percent)",
-    "rare_accuracy": "on the rare classes (percent)",
-    "turned_accuracy": "the turned silos (percent)",
-    "mE": "mean uncertainty mE (nats)",
-    "mP": "perplexity mP",
-    "gradient_spread": "spread of the clients' gradients",
-    "train_loss": "training loss, all terms",
 }
 
 
@@ -76,17 +66,18 @@ def curves(
     A vertical line stands where an iteration of UEFL ends in the first run.
     """
     first = next(iter(runs.values()))[0]
-    panels = [(PANELS[c], c, slice(None)) for c in PANELS if any(c in row for row in first)]
+    columns = [column for column in shown("curves") if any(column in row for row in first)]
+    panels = [(title(column), column, slice(None)) for column in columns]
     if len(domains) > 1:
         panels = [
-            (f"OOD accuracy, {domain} (percent)", "ood_accuracy", slice(d, None, len(domains)))
+            (title("ood_accuracy", domain), "ood_accuracy", slice(d, None, len(domains)))
             for d, domain in enumerate(domains)
         ]
     ends = [a["round"] for a, b in pairwise(first) if a.get("iteration") != b.get("iteration")]
     with drawn(file, 2.6 * len(panels), 2.9) as figure:
         all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axes, (title, column, part) in zip(all_axes, panels, strict=True):
-            scale, top = (100, 100) if column.endswith("accuracy") else (1, None)
+        for axes, (name, column, part) in zip(all_axes, panels, strict=True):
+            scale, top = (100, 100) if in_percent(column) else (1, None)
             for end in ends:
                 axes.axvline(end, color="0.7", lw=0.8)
             for i, (label, of_label) in enumerate(runs.items()):
@@ -96,10 +87,16 @@ def curves(
                 axes.fill_between(at, low, high, color=COLOURS[i], alpha=0.15, lw=0)
             if top:
                 axes.axhline(top * chance, color="0.5", ls=":", lw=0.9, label="chance")
-            axes.set(title=title, xlabel="round", ylim=(0, top))
+            axes.set(title=name, xlabel="round", ylim=(0, top))
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         handles = all_axes[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=len(runs) + 1)
+
+
+def title(column: str, domain: str = "") -> str:
+    """The title of this measure's panel, with its unit, and perhaps with a test domain."""
+    name, unit = measure_of(column)[:2]
+    return name + f", {domain}" * bool(domain) + f" ({unit})" * bool(unit)
 
 
 def series(runs: Sequence[Rows], column: str) -> tuple[list[int], np.ndarray]:

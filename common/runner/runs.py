@@ -18,6 +18,7 @@ from tqdm import tqdm
 from common import UserError, first_line, ranks, train
 from common.data import DRAWN, Dataset
 from common.runner import plots
+from common.runner.measures import MEASURES
 from common.splits import Clients
 
 SAVE_EVERY = 30  # seconds between two checkpoints, at least
@@ -43,7 +44,7 @@ class Run:
         self.state, self.rows, self.t, self.evaluate_now = {}, [], 0, False
         self.best = None  # the best candidate so far, [P]
         self.facts = {"code": args.code, "data": data.fingerprint(), **vars(args)}
-        for flag in (*MAY_CHANGE, "out", "name", "is_example"):
+        for flag in (*MAY_CHANGE, "out", "name", "is_example", "method_rounds"):
             self.facts.pop(flag, None)
         self.started = self.began = time.monotonic()
         self.saved_at = -SAVE_EVERY  # so that the first round is saved at once
@@ -190,15 +191,6 @@ class Run:
                 raise OSError(f"{self.folder / name} cannot be written ({first_line(e)})") from e
             part.replace(self.folder / name)
 
-    def mean_of_last(self, column: str) -> float | None:
-        """The mean of this column over the last five evaluations; None if there is none.
-
-        The share of rare clients among the selected is a mean over all evaluations.
-        """
-        found = [row[column] for row in self.rows if row.get(column) is not None]
-        found = found if column == "rare_selected" else found[-5:]
-        return sum(found) / len(found) if found else None
-
 
 def check_free(folder: Path) -> None:
     """Raises UserError if this folder holds something, so that no run overwrites another one."""
@@ -211,7 +203,7 @@ def check_free(folder: Path) -> None:
 
 def _short(row: dict) -> str:
     """The loss and the accuracies of a round."""
-    names = {"train_loss": "loss", "id_accuracy": "ID", "ood_accuracy": "OOD"}
+    names = {column: measure.bar for column, measure in MEASURES.items() if measure.bar}
     return "  ".join(f"{name} {row[c]:.3g}" for c, name in names.items() if c in row)
 
 
