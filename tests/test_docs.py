@@ -8,7 +8,6 @@ import re
 import pytest
 from helpers import METHODS, ROOT, read_rows
 
-
 from common.runner.measures import MEASURES
 
 PAGES = {page.stem: page.read_text() for page in sorted(ROOT.glob("docs/*.md"))}
