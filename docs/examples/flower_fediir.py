@@ -29,15 +29,19 @@ from torch import Tensor
 def risk_and_gradient(
     classifier: nn.Module, z: Tensor, y: Tensor, graph: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The risk R (mean cross-entropy) of features z, and its gradient for the classifier, [Q].
+    """The risk R (mean cross-entropy) of features z [N, d], and grad_omega R, [Q].
+
+    omega consists of the classifier's Q weights that are not frozen. Raises ValueError if all are.
 
     graph  if true, the gradient can be differentiated again
     """
     omega = [p for p in classifier.parameters() if p.requires_grad]
+    if not omega:
+        raise ValueError("all weights of the classifier are frozen, so it has no gradient")
     with torch.autocast(z.device.type, enabled=False):  # gradients are compared in full precision
         risk = F.cross_entropy(classifier(z.to(omega[0].dtype)), y)
-        gradient = torch.autograd.grad(risk, omega, create_graph=graph)
-    return risk, torch.cat([g.flatten() for g in gradient])
+        gradient = torch.autograd.grad(risk, omega, create_graph=graph)  # lines 4 and 10
+    return risk, torch.cat([part.flatten() for part in gradient])
 
 
 def fediir_loss(
@@ -59,12 +63,8 @@ def fediir_loss(
         raise ValueError(
             f"global_gradient has shape {tuple(global_gradient.shape)}, not {tuple(gradient.shape)}"
         )
-    return risk + gamma / 2 * (gradient - global_gradient).square().sum()  # line 10
-
-
-def moving_average(before: Tensor, now: Tensor, v: float) -> Tensor:
-    """v before + (1 - v) now (appendix C)."""
-    return v * before + (1 - v) * now  # line 4
+    penalty = (gradient - global_gradient).square().sum()
+    return risk + gamma / 2 * penalty  # line 10; without 1/2 in the authors' code: twice our gamma
 
 
 # ------------------------------------------------------------------------------------- your project
@@ -91,7 +91,8 @@ class FedIIR(FedAvg):
 
     def __init__(self, gamma, ema, timeout=3600, **settings):
         super().__init__(**settings)
-        self.gamma, self.ema, self.timeout, self.g = gamma, ema, timeout, None
+        self.gamma, self.ema, self.timeout = gamma, ema, timeout
+        self.global_gradient = 0.0  # for the moving average
 
     def configure_train(self, server_round, arrays, config, grid):
         config["gamma"] = self.gamma
@@ -109,10 +110,9 @@ class FedIIR(FedAvg):
                 logging.getLogger("flwr").warning("query: node %d is left out: %s", node, reason)
         if not gradients:
             return []
-        mean = torch.stack(list(gradients.values())).mean(0)
-        before = torch.zeros_like(mean) if self.g is None else self.g
-        self.g = moving_average(before, mean, self.ema)  # line 4
-        gradient = ArrayRecord({"g": Array(self.g.numpy())})
+        g = torch.stack(list(gradients.values())).mean(0)  # line 4
+        self.global_gradient = self.ema * self.global_gradient + (1 - self.ema) * g  # line 4
+        gradient = ArrayRecord({"g": Array(self.global_gradient.numpy())})
         content = RecordDict({**records, "gradient": gradient})
         return [Message(content, node, MessageType.TRAIN) for node in gradients]  # line 5
 
