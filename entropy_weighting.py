@@ -6,39 +6,21 @@ the entropy of its labels, because by theorem 1 a larger sum of alpha_i H_i lowe
 gap between the empirical risk and a risk in which rare samples count more. Both are risks on
 participating clients, and the paper hopes that this helps those that never train, too. The paper
 gives no listing for this method, so the numbers of the lines are ours. p_i(y) is the share of label
-y.
+y, and M clients participate.
 
     Section IV-A                                                         in the code
      1  H_i = -sum_y p_i(y) log p_i(y) from the labels of client i       label_entropy
      2  each client uploads H_i once, before round 1                     federate
-     3  alpha_i = exp(H_i) / sum_j exp(H_j)                    (14)      entropy_weights
+     3  alpha_i = exp(H_i) / sum_j exp(H_j)  (14)                        entropy_weights
      4  in each round, selected clients train; g_i = w - w_i             federate, local_solver
      5  w <- w - sum over the selected clients of alpha_i g_i, with      federate
-        the alpha_i divided by their sum (see 1 below)
+        the alpha_i divided by their sum
      6  the objective that this raises: the sum of alpha_i H_i  (13),    federate, `objective`
         here over the clients of the round
 
-Where the paper is silent
-1. Each round draws --sample clients at random, and the weights of these clients are divided by
-   their sum.
-2. H_i is the entropy of a client's training labels, in nats. Wrong labels are counted, too, because
-   no client knows them; they usually raise H_i.
-3. The paper says only "a CNN". Ours is the CNN of McMahan et al. ResNet-18 has group norm and a
-   hidden layer before the classifier (common/models.py). The local solver trains as fedavg.py
-   does. With --partition dirichlet each class has a draw of its own, and a client with fewer than
-   ten samples gets some of the largest client's, which raises its entropy.
-4. ID: the paper tests on the local test sets of the selected clients (`id_selected` in
-   metrics.csv), while our ID uses those of all participating clients. A local test set is a fifth
-   of a client's samples (a tenth with --partition domain).
-5. The paper tests label skew only. For other shifts, it says, the entropy of the whole samples must
-   be estimated.
-6. Section IV-A suggests, against noise, the similarity to the uniform label distribution instead of
-   the entropy. With -KL(p_i || uniform) = H_i - log(number of classes) the weights stay the same;
-   with the cosine they change.
-
-In docs/variations/: noisy clients with the total-variation penalty (figure 7), the cosine, and
-expelling the clients with the largest entropy. Other authors' detection of noisy clients, encrypted
-uploads of H_i, and the methods FedALRC and FedGAMMA of figures 8 and 9 are not here.
+Not here: other authors' detection of noisy clients, encrypted uploads of H_i, and the methods
+FedALRC and FedGAMMA of figures 8 and 9. docs/variations/ has the paper's remedies for noisy clients
+(figure 7). common/settings.py says where the paper's experiments are silent.
 
     python entropy_weighting.py
     python entropy_weighting.py --dataset cifar10
@@ -59,54 +41,51 @@ from common.settings import RESNET, SMALL, WU
 def label_entropy(label_counts: Tensor) -> Tensor:
     """Counts of labels [M, C] -> the entropy of each row's distribution in nats, float64 [M].
 
-    Raises ValueError if the counts are not a matrix, or if a row is empty or has a negative or
-    non-finite number.
+    Raises ValueError if a row is empty, or a number is negative or not finite.
     """
     counts = label_counts.double()
-    if (
-        counts.dim() != 2
-        or not torch.isfinite(counts).all()
-        or (counts < 0).any()
-        or (counts.sum(1) == 0).any()
-    ):
-        raise ValueError(
-            "label_counts must be [clients, classes], finite and not negative, with no empty row"
-        )
-    return torch.special.entr(counts / counts.sum(1, keepdim=True)).sum(1)
+    total = counts.sum(1, keepdim=True)
+    if not ((counts >= 0) & (total > 0) & (total < torch.inf)).all():
+        raise ValueError("label_counts must be finite and not negative, with no empty row")
+    return torch.special.entr(counts / total).sum(1)  # line 1
 
 
 def entropy_weights(label_counts: Tensor) -> Tensor:
     """Equation 14: counts of labels [M, C] -> aggregation weights alpha, float64 [M], with sum 1.
 
+    Against noise, section IV-A suggests the similarity to equal shares of all labels in place of
+    H_i. With -KL = H_i - log(C) the weights stay the same; with the cosine they change.
+
     Raises ValueError like label_entropy.
     """
-    return torch.softmax(label_entropy(label_counts), 0)
+    return torch.softmax(label_entropy(label_counts), 0)  # line 3
 
 
 def federate(args):
     """Section IV-A with these flags."""
     clients, model, trainer, run = prepare(args)
+    # A client knows its training labels only, wrong ones included, which usually raise H_i
     counts = splits.label_counts(run.data, clients.train)[: clients.participating]
-    entropies = label_entropy(counts)  # lines 1, 2: really, each client counts and uploads its own
+    entropies = label_entropy(counts)  # line 2: really, each client computes and uploads its own
     sizes = counts.sum(1)
     alphas = {
-        "entropy": entropy_weights(counts),  # line 3
+        "entropy": entropy_weights(counts),
         "size": sizes / sizes.sum(),
         "equal": torch.full_like(sizes, 1 / len(sizes)),
     }
     w = run.state.get("w", train.get_weights(model))
     for t in run.rounds(args.rounds):
+        # The paper does not say how clients are selected in a round: ours are drawn at random
         selected = splits.draw(clients.ids, clients.sample, random_at(args.seed, "select", t))
         # Line 4: ids [k], weights [k, P], losses [k] of the clients whose upload is finite
         trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)
         g = w - ws  # line 4
         alpha = alphas[args.weighting][trained]
-        alpha = alpha / alpha.sum()  # line 5
+        alpha = alpha / alpha.sum()  # line 5, our reading: the weights of a round have the sum 1
+        w = w - alpha.to(g) @ g  # line 5
         objective = alpha.double() @ entropies[trained]  # line 6
-        alpha = alpha.to(g)
-        w = w - alpha @ g  # line 5
         measures = trainer.evaluate(model, w, trained) if run.evaluate_now else {}
-        measures |= {"train_loss": alpha @ losses, "objective": objective}
+        measures |= {"train_loss": alpha.to(g) @ losses, "objective": objective}
         run.record(t, {"w": w}, selected=trained, **measures)
     run.draw("weights", counts, entropies, alphas)
     return run.finish(model, w)

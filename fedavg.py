@@ -5,40 +5,21 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 FedIIR together. We count "Initialize" as line 1; lines 4 and 10 belong to FedIIR, and lines 12, 14
 and 16 only end a loop.
 
-    Algorithm 1, FedAvg                                           in the code
-     1  initialise theta^0                                        federate
-     2  for t = 1 .. T                                            federate
-     3      sample a subset C of the clients                      select, power_of_choice
-     5      on each client c in C, in parallel                    federate, trainer.train
-     6          theta_c = theta^{t-1}                             client_update
-     7          for k = 1 .. K                                    client_update
-     8              sample a mini-batch from its data             client_update, from `batches`
-     9              g_c = grad R_c(theta_c)                       client_update
-    11              theta_c <- theta_c - eta_l g_c                client_update
-    13          Delta_c = theta_c - theta^{t-1}                   federate
-    15      theta^t = theta^{t-1} + eta_g mean of Delta_c         federate
+    Algorithm 1, FedAvg                                       in the code
+     1  initialise theta^0                                    federate
+     2  for t = 1 .. T                                        federate
+     3      sample a subset C of the clients                  select, power_of_choice
+     5      on each client c in C, in parallel                federate, trainer.train
+     6          theta_c = theta^{t-1}                         client_update
+     7          for each local step                           client_update
+     8              sample a mini-batch from its data         client_update, from `batches`
+     9              g_c = grad R_c(theta_c)                   client_update
+    11              theta_c <- theta_c - eta_l g_c            client_update
+    13          Delta_c = theta_c - theta^{t-1}               federate
+    15      theta^t = theta^{t-1} + eta_g mean of Delta_c     federate
 
-The other files change a few of these lines. Wu et al. (Advocating for the Silent) also compare with
-power of choice, which trains the clients with the largest loss (Cho et al. 2020), and with training
-all participating clients, whose number is M (--sample M).
-
-Where the papers are silent or differ
-- In line 15, McMahan et al. weight client c by n_c / n, its share of the samples of all selected
-  clients, while Guo et al. weight all by 1 / |C|. The default is n_c / n (--weighting).
-- A client shuffles its samples in each epoch and cuts them into batches, of which the last may be
-  smaller. So K is the number of local epochs times the number of batches.
-- `--selection by_size` is a control for methods that prefer large clients. It draws clients with
-  probabilities proportional to n_c, without replacement, so use it with --weighting equal, or size
-  counts twice. (Scheme I of Li et al. 2020, On the Convergence of FedAvg on Non-IID Data, has equal
-  weights, too, but draws with replacement.)
-- Power of choice ranks all participating clients by their mean loss on their training samples. Wu
-  et al. say only "the largest loss values in the current round", and Cho et al. rank a random
-  subset.
-- Momentum starts from zero for each client in each round.
-- The statistics of batch norm, in models that have it, are averaged like parameters.
-- ID is the accuracy on the held-out samples of all participating clients. OOD is the accuracy on
-  the standard test set, which under label skew has the labels of all clients, or on the domain left
-  out (--test-domain).
+The paper calls the number of local steps K, which in this project is the number of selected clients
+(--sample). The other five files change a few of these lines. docs/fedavg.md explains the method.
 
     python fedavg.py
     python fedavg.py --dataset cifar10 --selection power_of_choice
@@ -57,8 +38,38 @@ from common.runner.setup import prepare
 from common.settings import RESNET, SMALL, WU
 
 
+def power_of_choice(losses: Tensor, k: int) -> Tensor:
+    """The k clients with the largest losses [M]: int64 [k], ascending. In a tie, the smaller id."""
+    return losses.sort(descending=True, stable=True).indices[:k].sort().values
+
+
+def select(args, clients, trainer, model, theta: Tensor, t: int) -> Tensor:
+    """The clients that train in round t (line 3): int64 [--sample], ascending.
+
+    Wu et al. compare with two more selections: all M participating clients (--sample M), and power
+    of choice. They describe this as "the largest loss values in the current round", so we rank all
+    participating clients by their mean loss on their training samples. Cho et al. 2020, who
+    invented it, rank a random subset.
+
+    by_size is a control for methods that prefer large clients: probabilities proportional to n_c,
+    without replacement. Use it with --weighting equal, or size counts twice. Scheme I of Li et al.
+    2020 (On the Convergence of FedAvg on Non-IID Data) has equal weights, too, but draws with
+    replacement.
+    """
+    if args.selection == "power_of_choice":
+        _, losses, *_ = trainer.measure(model, theta, clients.train[: clients.participating])
+        return power_of_choice(losses, clients.sample)
+    sizes = clients.sizes[clients.ids] if args.selection == "by_size" else None
+    return splits.draw(clients.ids, clients.sample, random_at(args.seed, "select", t), sizes)
+
+
 def client_update(model, theta, batches, optimizer, autocast):
-    """Lines 6 to 12 for one client: trains `model` from theta [P] on. Returns the mean loss."""
+    """Lines 6 to 11 on one client: trains `model` from theta [P] on. Returns the mean loss.
+
+    batches    in each local epoch the client's samples in a new order, cut into (x, y); the last
+               batch may be smaller, so the steps are the epochs times the batches
+    optimizer  new for each client in each round, so momentum starts from zero
+    """
     train.set_weights(model, theta)  # line 6
     total, samples = 0.0, 0
     for x, y in batches:  # lines 7, 8
@@ -72,32 +83,18 @@ def client_update(model, theta, batches, optimizer, autocast):
     return total / samples
 
 
-def power_of_choice(losses: Tensor, k: int) -> Tensor:
-    """The k clients with the largest losses [M]: int64 [k], ascending. In a tie, the smaller id."""
-    return losses.sort(descending=True, stable=True).indices[:k].sort().values
-
-
-def select(args, clients, trainer, model, theta: Tensor, t: int) -> Tensor:
-    """The clients that train in round t (line 3): int64 [--sample], ascending."""
-    if args.selection == "power_of_choice":
-        _, losses, *_ = trainer.measure(model, theta, clients.train[: clients.participating])
-        return power_of_choice(losses, clients.sample)
-    sizes = clients.sizes[clients.ids] if args.selection == "by_size" else None
-    return splits.draw(clients.ids, clients.sample, random_at(args.seed, "select", t), sizes)
-
-
 def federate(args):
     """Algorithm 1 with these flags."""
     clients, model, trainer, run = prepare(args)
     theta = run.state.get("theta", train.get_weights(model))  # line 1, or of a resumed run
     for t in run.rounds(args.rounds):  # line 2
         selected = select(args, clients, trainer, model, theta, t)  # line 3
-        # Lines 5 to 12: ids [k], weights [k, P], losses [k] of the clients whose upload is finite
+        # Line 5: ids [k], weights [k, P], losses [k] of the clients whose upload is finite
         trained, thetas, losses = trainer.train(client_update, model, theta, selected, t)
-        deltas = thetas - theta  # line 13
-        n = clients.sizes[trained].to(theta)
+        deltas = thetas - theta  # line 13; with the statistics of batch norm, if there are any
+        n = clients.sizes[trained].to(theta)  # McMahan et al. weight by n_c / n,
         if args.weighting == "equal":
-            n = torch.ones_like(n)
+            n = torch.ones_like(n)  # and Guo et al. by 1 / |C|
         alpha = n / n.sum()
         theta = theta + args.server_lr * alpha @ deltas  # line 15
         measures = trainer.evaluate(model, theta, trained) if run.evaluate_now else {}

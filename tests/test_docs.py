@@ -9,6 +9,7 @@ import pytest
 from helpers import METHODS, ROOT, read_rows
 
 from common.runner.measures import MEASURES
+from docs import lines
 
 PAGES = {page.stem: page.read_text() for page in sorted(ROOT.glob("docs/*.md"))}
 SNIPPETS = [
@@ -34,6 +35,12 @@ def test_every_line_of_the_papers_listing_has_its_place_in_the_code(method):
     marked = set().union(*map(numbers, comments))
     assert len(table) >= 6
     assert table <= marked, f"{method}.py has no comment for lines {sorted(table - marked)}"
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if lines.MARK in PAGES[name]])
+def test_a_page_shows_the_papers_lines_beside_the_code(method):
+    assert lines.build(method, PAGES[method]) == PAGES[method], "run python docs/lines.py"
+    assert PAGES[method].count(f"](../{method}.py#L") >= 6
 
 
 def dense(code):
@@ -111,7 +118,8 @@ def test_links_resolve(page):
             name, _, anchor = link.partition("#")
             target = page.parent / name if name else page
             assert target.exists(), f"{page} links to {link}"
-            assert not anchor or anchor in anchors(target.read_text()), f"{page} links to {link}"
+            if target.suffix == ".md" and anchor:  # docs/lines.py makes the links to lines of code
+                assert anchor in anchors(target.read_text()), f"{page} links to {link}"
 
 
 def test_what_a_round_needs_does_not_depend_on_what_surrounds_a_run():

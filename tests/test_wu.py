@@ -67,8 +67,8 @@ def test_entropy_of_counts_of_any_size_and_type(dtype, most, rng):
 
 
 def test_label_counts_that_are_none_are_refused():
-    nobody, no_number, below_zero = [[1.0, 2], [0, 0]], [[1.0, torch.nan], [1, 1]], [[1.0, -1]]
-    for counts in (nobody, no_number, below_zero, [2, 0, 1]):
+    for wrong in ([0.0, 0], [1, torch.nan], [1, torch.inf], [3, -1], [-1, -1]):
+        counts = [[1, 2], wrong]
         with pytest.raises(ValueError, match="label_counts"):
             entropy_weights(torch.tensor(counts))
 

@@ -28,20 +28,13 @@ from torch import Tensor
 def label_entropy(label_counts: Tensor) -> Tensor:
     """Counts of labels [M, C] -> the entropy of each row's distribution in nats, float64 [M].
 
-    Raises ValueError if the counts are not a matrix, or if a row is empty or has a negative or
-    non-finite number.
+    Raises ValueError if a row is empty, or a number is negative or not finite.
     """
     counts = label_counts.double()
-    if (
-        counts.dim() != 2
-        or not torch.isfinite(counts).all()
-        or (counts < 0).any()
-        or (counts.sum(1) == 0).any()
-    ):
-        raise ValueError(
-            "label_counts must be [clients, classes], finite and not negative, with no empty row"
-        )
-    return torch.special.entr(counts / counts.sum(1, keepdim=True)).sum(1)
+    total = counts.sum(1, keepdim=True)
+    if not ((counts >= 0) & (total > 0) & (total < torch.inf)).all():
+        raise ValueError("label_counts must be finite and not negative, with no empty row")
+    return torch.special.entr(counts / total).sum(1)  # line 1
 
 
 # ------------------------------------------------------------------------------------- your project

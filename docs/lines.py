@@ -1,0 +1,44 @@
+"""Writes the paper's lines beside the code into the methods' pages: python docs/lines.py
+
+A page asks for this table with the line <!-- lines -->. On the left it has the listing in the
+file's docstring, and on the right the statements with a comment such as `# line 9` or `# lines 7,
+8`, which stands behind its statement or above it.
+"""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+MARK = "<!-- lines -->\n"
+
+
+def build(method: str, page: str) -> str:
+    """The page with its table. Raises ValueError if a line of the listing has no comment."""
+    source = (ROOT / f"{method}.py").read_text().replace("|", r"\|")  # as a table wants it
+    _, docstring, code = source.split('"""', 2)
+    links, named = defaultdict(list), []
+    for at, row in enumerate(code.splitlines(), docstring.count("\n") + 1):
+        statement, _, comment = row.partition("# ")
+        if found := re.match(r"lines? (\d+(?:(?:, | and )\d+)*)", comment.lower()):
+            named += re.findall(r"\d+", found[1])
+        if statement.strip():
+            for number in named:
+                links[number].append(f"[`{statement.strip()}`](../{method}.py#L{at})")
+            named = []
+    table = "| line | the paper | the code |\n| --- | --- | --- |\n"
+    for number, entry in re.findall(r"^ {4} ?(\d+) {2}(.*\n(?: {8,}.*\n)*)", docstring, re.M):
+        if number not in links:
+            raise ValueError(f"{method}.py has no comment for line {number}")
+        columns = [re.split(r" {2,}", row.strip()) for row in entry.splitlines()]
+        text = " ".join(part for row in columns for part in row[:-1] or row)  # without the place
+        indent = "&emsp;" * ((len(entry) - len(entry.lstrip())) // 4)
+        table += f"| {number} | {indent}`{text}` | {'<br>'.join(links[number])} |\n"
+    before, mark, after = page.partition(MARK)
+    return before + mark + table + re.sub(r"\A(\|.*\n)*", "", after)
+
+
+if __name__ == "__main__":
+    for page in ROOT.glob("docs/*.md"):
+        if MARK in page.read_text():
+            page.write_text(build(page.stem, page.read_text()))
