@@ -4,6 +4,7 @@ The words of README's table come from the intervals. A `c` is a Comparison of ta
 """
 
 import numpy as np
+from scipy.stats import ttest_1samp
 
 from common.runner import plots
 from common.runner.measures import in_percent
@@ -13,52 +14,61 @@ from results.tables import (
     around,
     build,
     comparisons,
-    first_half,
 )
 
-
-def size(value, column):
-    """Without its sign, and with two digits if it would be zero."""
-    short = show(abs(value), column)
-    return f"{abs(value):.2f}" if short == "0.0" else short
+FAMILIES = ["main"]  # blocks of results/README.md whose p are corrected for their number
 
 
-def bounds(c, difference):
-    """The 95 % interval of these differences in words."""
-    better, worse = ("lower", "higher") if c.sign < 0 else ("better", "worse")
-    _, low, high = interval(c.sign * difference)
-    least, most = size(low, c.column), size(high, c.column)
+def correct(family):
+    """Sets c.p: of the paired t-test that there is no difference, with Holm's correction."""
+    by_p = [(ttest_1samp(c.difference(), 0).pvalue, c) for c in family]
+    largest = 0
+    for i, (p, c) in enumerate(sorted(by_p, key=lambda pair: pair[0])):
+        largest = c.p = max(largest, min(1, p * (len(family) - i)))
+
+
+def show_p(p):
+    return f"{p:.3f}" if p >= 0.001 else "< 0.001"
+
+
+def bounds(c):
+    """The 95 % interval in words; a bound has two digits if it would be zero."""
+    _, low, high = interval(c.difference())
+    least, most = (f"{abs(x):.1f}" if abs(x) >= 0.05 else f"{abs(x):.2f}" for x in (low, high))
     if low > 0:
-        return f"{least} to {most} {better}"
+        return f"{least} to {most} better than"
     if high < 0:
-        return f"{most} to {least} {worse}"
-    return f"{least} {worse} to {most} {better}"
+        return f"{most} to {least} worse than"
+    return f"{least} worse to {most} better than"
 
 
-def against_paper(c, measure=None):
-    """Whether these differences can be those of the paper, whose own spread counts, too."""
-    difference = c.difference(measure)
-    _, low, high = interval(difference)
-    if c.sides(measure)[1].mean() + c.effect > 100:
-        return "the paper's would be above 100 %"
-    if c.welch(difference) < 0.05:
-        return "the paper's is excluded"
-    return "both none and the paper's are possible" if low < 0 < high else "the paper's is possible"
+def word(rows, p):
+    """Whether to use a method, by the rule in predictions.md.
+
+    rows  against the paper's baseline first, and last against the simplest one with as many samples
+    p     that of the last row if it belongs to a family, or 1
+    """
+    first, last = (interval(c.difference())[1] > 0 for c in (rows[0], rows[-1]))
+    if not first:
+        return "no sign"
+    if not last:
+        return "not needed"
+    return "yes" if p < 0.05 else "perhaps"
 
 
-def answers(c):
-    """A row of README's table: early, at the end, and at the paper's level."""
-    cells = [bounds(c, c.difference(first_half)), bounds(c, c.difference()), ""]
-    if c.paper:
-        cells[1] += f"; {against_paper(c)}"
-    if level := c.level():
-        there = around(level)
-        cells[2] = f"round {level}: {bounds(c, c.difference(there))}; {against_paper(c, there)}"
-    return [c.label, effect(c), *cells]
-
-
-def effect(c):
-    return show(c.effect, c.column, "+") if c.paper else ""
+def worth(rows, p):
+    """README's table: a line for each method. p: (method, baseline, column) -> p"""
+    methods = {}
+    for c in rows:
+        name, baseline = c.label.split(", not ")
+        methods.setdefault(name, []).append((c, f"{bounds(c)} {baseline}"))
+    lines = [["method", "worth using?", "what we saw at the end, in points (95 %)"]]
+    for name, found in methods.items():
+        of_method, saw = zip(*found, strict=True)
+        last = of_method[-1]
+        answer = word(of_method, p.get((last.method, last.baseline, last.column), 1))
+        lines.append([name, answer, "; ".join(saw)])
+    return lines
 
 
 def at_level(c):
@@ -67,22 +77,26 @@ def at_level(c):
         return ""
     there = c.difference(around(level))
     baseline = show(c.sides(around(level))[1].mean(), c.column)
-    return f"{with_interval(there, c.column)}, p {c.welch(there):.3f}, round {level} ({baseline})"
+    p = show_p(c.welch(there))
+    return f"{with_interval(there, c.column)}, p {p}, round {level} ({baseline})"
 
 
 def table(rows):
     """Method and baseline, seed by seed."""
-    lines = [["", "method", "baseline", "difference", "seeds", "the paper", "at the paper's level"]]
+    header = ["", "method", "baseline", "difference", "p", "seeds", "the paper"]
+    lines = [[*header, "at the paper's level"]]
     for c in rows:
         method, baseline = (pm(side, c.column) for side in c.sides())
         difference = with_interval(c.difference(), c.column)
-        if c.measure == "ratio":
+        if c.is_ratio:
             mean, low, high = np.exp(interval(c.difference()))
-            method = baseline = ""
             difference = f"{mean:.2f} ({low:.2f} to {high:.2f}) times"
         seeds = f"{len(c.common)}" + f": {c.common[0]}-{c.common[-1]}" * bool(c.seeds)
-        paper = f"{effect(c)}, p {c.welch(c.difference()):.3f}" if c.paper else ""
-        lines.append([c.label, method, baseline, difference, seeds, paper, at_level(c)])
+        paper = ""
+        if c.paper:
+            paper = f"{show(c.effect, c.column, '+')}, p {show_p(c.welch(c.difference()))}"
+        p = show_p(c.p) if c.p is not None else ""
+        lines.append([c.label, method, baseline, difference, p, seeds, paper, at_level(c)])
     return without_empty_columns(lines)
 
 
@@ -107,11 +121,14 @@ def draw(file, rows):
 
 def main():
     blocks = comparisons()
+    readme = blocks.pop(("README", "worth"))
+    for name in FAMILIES:
+        correct(blocks["results/README", name])
     for (page, name), rows in blocks.items():
         build(RESULTS / f"../{page}.md", {name: table(rows)})
     rows = blocks["results/README", "main"]
-    header = ["", "the paper", "first half of the rounds", "the end", "at the paper's level"]
-    build(RESULTS / "../README.md", {"eight-rows": [header, *map(answers, rows)]})
+    p = {(c.method, c.baseline, c.column): c.p for c in rows}
+    build(RESULTS / "../README.md", {"worth": worth(readme, p)})
     draw(RESULTS / "uefl.png", rows[:2])
     spread_of_gradients = [c for c in blocks["results/README", "fediir"] if c.measure]
     draw(RESULTS / "fediir.png", [rows[2], *spread_of_gradients])

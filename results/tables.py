@@ -10,6 +10,7 @@ import csv
 import fnmatch
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -63,8 +64,13 @@ def around(level, count=5):
     return lambda rounds: abs(rounds - level).argsort(kind="stable")[:count]
 
 
-def first_half(rounds):
-    return np.arange(len(rounds) // 2)
+def rounds_to(target, rounds, curve):
+    """The round in which a curve [rounds] reaches the target, or inf: McMahan et al., section 3.
+
+    It is the best value so far that counts, on a line from evaluation to evaluation.
+    """
+    best = np.maximum.accumulate(curve)
+    return np.interp(target - 1e-9, best, rounds, right=np.inf)  # the first round of equal ones
 
 
 def spread(text):
@@ -80,7 +86,7 @@ class Comparison:
     method, baseline  experiments; a * stands for several, of which the mean counts
     seeds             "3-7", or "" for all that both have
     measure           "" for the last five evaluations, "all" for all of them, "ratio" for the ratio
-                      of the means over all of them
+                      of the means over all of them, "to 40" for that of the rounds to 40 percent
     paper, paper_baseline  what the paper reports, as "42.9 ± 1.1"
     """
 
@@ -111,6 +117,8 @@ class Comparison:
         papers = [spread(self.paper), spread(self.paper_baseline)]
         self.paper_means, self.paper_deviations = np.array(papers).T
         self.effect = self.paper_means[0] - self.paper_means[1]
+        self.p = None  # corrected, if the comparison belongs to a family
+        self.is_ratio = self.measure not in ("", "all")
         self.sign = measure_of(self.column).better
 
     def over_experiments(self, values):
@@ -119,13 +127,17 @@ class Comparison:
 
     def sides(self, measure=None):
         """A measure of the method's and the baseline's runs [2, seeds]."""
+        if self.measure.startswith("to "):
+            target = float(self.measure[3:])
+            reached = partial(rounds_to, target, self.rounds)
+            return np.apply_along_axis(reached, -1, self.over_experiments(self.values))
         measure = measure or around(10**9, 10**9 if self.measure else 5)
         return self.over_experiments(self.values[..., measure(self.rounds)].mean(-1))
 
     def difference(self, measure=None):
         """Method minus baseline, seed by seed [seeds]; for a ratio, the logarithm of it."""
         method, baseline = self.sides(measure)
-        return np.log(method / baseline) if self.measure == "ratio" else method - baseline
+        return np.log(method / baseline) if self.is_ratio else method - baseline
 
     def level(self):
         """The first round around which the baseline's mean reaches what the paper's baseline has.
@@ -153,7 +165,7 @@ class Comparison:
 def comparisons():
     """The lines of comparisons.csv: (page, block) -> lines."""
     runs, blocks = {}, {}
-    for name in ("wu", "fediir", "uefl", "examples"):
+    for name in ("wu", "mcmahan", "fediir", "uefl", "examples"):
         runs |= read(RESULTS / f"{name}.csv")
     for line in read_csv(RESULTS / "comparisons.csv"):
         comparison = Comparison(**line)

@@ -5,6 +5,8 @@ import importlib
 import json
 import shutil
 import sys
+from argparse import Namespace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -108,7 +110,6 @@ def test_the_measures_of_a_comparison():
     c = comparison([[0.9, 0.1, 0.1, 0.1, 0.1, 0.6], [0.5] * 6, [0.7] * 6], [[0.1] * 6, [0.2] * 6])
     assert c.difference() == pytest.approx([10, 30]), "the third seed has no partner"
     assert c.difference(tables.around(1)) == pytest.approx([16, 30])
-    assert c.difference(tables.first_half) == pytest.approx([80 / 3, 30])
     assert with_interval(c.difference(), c.column) == "+20.0 (-107.1 to +147.1)"  # t: 12.706
 
 
@@ -118,6 +119,44 @@ def test_the_level_of_the_paper():
     levels = {text: comparison(rising, rising, paper="99", paper_baseline=text).level() for text in
               ("29", "39 ± 1", "60", "35", "71")}  # fmt: skip
     assert levels == {"29": 1, "39 ± 1": 4, "60": 6, "35": None, "71": None}
+
+
+def test_rounds_to_a_target():
+    """By hand: 60 percent lies halfway between the best so far of round 2 and that of round 4."""
+    assert tables.rounds_to(60, [1, 2, 3, 4], [30, 50, 40, 70]) == pytest.approx(3.5)
+    assert tables.rounds_to(50, [1, 2, 3, 4], [30, 50, 50, 70]) == pytest.approx(2)
+    assert tables.rounds_to(20, [5, 10], [30, 50]) == 5, "before the first evaluation"
+    assert tables.rounds_to(80, [1, 2], [30, 50]) == np.inf
+    rising, slow = [[0.2, 0.4, 0.6, 0.8]] * 2, [[0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.4, 0.9]]
+    c = comparison(rising, slow, measure="to 40")
+    assert c.sides() == pytest.approx(np.array([[2, 2], [4, 3]]))
+    assert np.exp(c.difference()) == pytest.approx([2 / 4, 2 / 3])
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "p", "says"),
+    [
+        ([0.1, 0.2], [0.5, 0.6], 0.01, "no sign"),
+        ([0.50, 0.51], [0.1, 0.2], 0.01, "not needed"),
+        ([0.50, 0.51], [0.40, 0.41], 0.06, "perhaps"),
+        ([0.50, 0.51], [0.40, 0.41], 0.04, "yes"),
+    ],
+)
+def test_the_word_of_a_method_follows_from_its_intervals(first, last, p, says):
+    """Two seeds: with 12.706 for t, 10 and 20 points do not exclude zero, and 50 and 51 do."""
+    rows = [comparison([[v], [w]], [[0.0], [0.0]]) for v, w in (first, last)]
+    assert page.word(rows, p) == says
+
+
+def test_holms_correction():
+    """By hand: 3 times the smallest p, twice the next, and never less than the one before."""
+    rows = [Namespace(difference=partial(np.array, d)) for d in ([3, 4, 5], [1, 2, 4], [2, 2, 4])]
+    plain = [ttest_1samp(row.difference(), 0).pvalue for row in rows]
+    page.correct(rows)
+    smallest, middle, largest = np.argsort(plain)
+    assert rows[smallest].p == pytest.approx(3 * plain[smallest])
+    assert rows[middle].p == pytest.approx(max(rows[smallest].p, 2 * plain[middle]))
+    assert rows[largest].p == pytest.approx(max(rows[middle].p, plain[largest]))
 
 
 def test_the_papers_effect_is_tested_with_the_papers_spread():
