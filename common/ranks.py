@@ -147,16 +147,20 @@ def connect() -> None:
         raise UserError(f"the processes cannot connect to each other ({first_line(e)})") from e
 
 
+def exchange(mine: object) -> list:
+    """What all ranks hand in here, in their order."""
+    handed_in = [mine] * COUNT
+    if COUNT > 1:
+        dist.all_gather_object(handed_in, mine)
+    return handed_in
+
+
 def agree(facts: dict) -> None:
     """Raises UserError if the ranks differ in these facts, so that they would not fit together."""
-    if COUNT > 1:
-        of_ranks: list[dict] = [{}] * COUNT
-        dist.all_gather_object(of_ranks, facts)
-        names = [
-            name for name in facts if any(other.get(name) != facts[name] for other in of_ranks)
-        ]
-        if names:
-            raise UserError(f"the processes differ in their {' and '.join(names)}: start all alike")
+    others = exchange(facts)
+    names = [name for name in facts if any(other.get(name) != facts[name] for other in others)]
+    if names:
+        raise UserError(f"the processes differ in their {' and '.join(names)}: start all alike")
 
 
 def share_out(sizes: Sequence[int]) -> list[int]:
@@ -174,14 +178,15 @@ def share_out(sizes: Sequence[int]) -> list[int]:
     return mine
 
 
-def gather(rows: dict[int, Tensor], count: int, device: torch.device) -> Tensor:
-    """The rows 0 .. count-1, vectors of n numbers of which each rank has some: [count, n]."""
-    if COUNT == 1:
-        return torch.stack([rows[i] for i in range(count)])
-    size = torch.tensor(max((len(row) for row in rows.values()), default=0))
-    dist.all_reduce(size, dist.ReduceOp.MAX)  # a rank without a row does not know n
-    table = torch.zeros(count, int(size), device=device)
-    for i, row in rows.items():
-        table[i] = row
-    dist.all_reduce(table)  # the sum: one rank has each row, the others have zeros
-    return table
+def gather(results: dict[int, Tensor]) -> list[Tensor]:
+    """Results 0, 1, 2 and so on, of which each rank has some: all of them, in this order."""
+    if COUNT > 1:
+        parts = exchange({i: result.cpu() for i, result in results.items()})
+        results = {i: result for part in parts for i, result in part.items()}
+    return [results[i] for i in sorted(results)]
+
+
+def add_up(table: Tensor) -> None:
+    """Replaces the table by the sum of all ranks' tables. In most, a row holds zeros."""
+    if COUNT > 1:
+        dist.all_reduce(table)

@@ -55,8 +55,8 @@ def get_weights(model: nn.Module) -> Tensor:
 @torch.no_grad()
 def set_weights(model: nn.Module, theta: Tensor) -> None:
     """Writes theta [P] into the model."""
-    for buffer in model.buffers():
-        if buffer.dtype == torch.long:  # batch norm's count of batches, unused and not in theta
+    for name, buffer in model.named_buffers():
+        if name.endswith("num_batches_tracked"):  # of batch norm: unused, and not in theta
             buffer.zero_()
     for t, part in zip(weights_of(model), unflatten(model, theta), strict=True):
         t.copy_(part)
@@ -126,7 +126,7 @@ class Trainer:
         sizes = [len(self.clients.train[k]) for k in selected]
         mine = ranks.share_out(sizes)  # the other processes train the other clients
         total = sum(sizes[i] for i in mine)
-        uploads = {}
+        uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
         for i in mine:
             k = int(selected[i])
             model.train()
@@ -137,19 +137,19 @@ class Trainer:
                 loss = client_update(
                     model, theta, batches, optimizer, self.autocast, **own, **options
                 )
-            uploads[i] = torch.cat([get_weights(model), loss.reshape(1)])
-        rows = ranks.gather(uploads, len(selected), self.device)
+            uploads[i, :-1], uploads[i, -1] = get_weights(model), loss
+        ranks.add_up(uploads)
 
-        finite = torch.isfinite(rows.sum(1)).cpu()
-        if not finite.any():
+        usable = torch.isfinite(uploads.sum(1)).cpu()
+        if not usable.any():
             raise UserError(f"training diverged in round {t}: lower --lr")
-        if not finite.all():
-            left_out = int((~finite).sum())
+        if not usable.all():
             if ranks.RANK == 0:
-                text = f"round {t}: {left_out} of {len(selected)} uploads were not finite: left out"
+                left_out = f"{(~usable).sum()} of {len(selected)}"
+                text = f"round {t}: {left_out} uploads were not finite: left out"
                 tqdm.write(text, file=sys.stderr)
-            selected, rows = selected[finite], rows[finite]
-        return selected, rows[:, :-1], rows[:, -1]
+            selected, uploads = selected[usable], uploads[usable]
+        return selected, uploads[:, :-1], uploads[:, -1]
 
     def map(
         self,
@@ -180,10 +180,7 @@ class Trainer:
             own = {name: values[k] for name, values in per_client.items()}
             with seeded(self.device, self.args.seed, "evaluation", t, k):
                 results[i] = function(model, batches, self.autocast, **own, **options)
-        rows = ranks.gather(results, len(ids), self.device)
-        if not rows.isfinite().all():
-            raise UserError("training diverged, the model's results are not finite: lower --lr")
-        return rows
+        return finite(torch.stack(ranks.gather(results)).to(self.device))
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         args = self.args
@@ -217,50 +214,55 @@ class Trainer:
         rare_selected    which share of them holds a rare class, if there are rare classes
         """
         clients = self.clients
-        of_selected = torch.cat([clients.test[k] for k in selected])
-        tests = {"id_accuracy": clients.held_out, "id_selected": of_selected}
+        tests = {"id_accuracy": clients.held_out}
+        tests["id_selected"] = torch.cat([clients.test[k] for k in selected])
         for name, samples in clients.tests.items():
             tests[f"{name}_accuracy"] = samples
         tests = {name: samples for name, samples in tests.items() if len(samples)}
-        accuracies, _, predicted, hits = self.measure(model, theta, list(tests.values()))
+        accuracies, _, predictions = self.measure(model, theta, [*tests.values()])
         measures = dict(zip(tests, accuracies.tolist(), strict=True))
-        shown = list(tests).index("ood_accuracy" if "ood" in clients.tests else "id_accuracy")
-        measures["predicted"] = predicted[shown].int()
-        measures["hits"] = hits[shown].int()
+        shown = [*tests].index("ood_accuracy" if "ood" in clients.tests else "id_accuracy")
+        predicted, labels = predictions[shown]
+        measures["predicted"] = torch.bincount(predicted, minlength=self.classes)
+        right = predicted[predicted == labels]
+        measures["hits"] = torch.bincount(right, minlength=self.classes)
         measures["selected_size"] = clients.sizes[selected].mean()
         if "rare" in clients.tests:
             rare = [clients.groups[k] == "one class" for k in selected]
             measures["rare_selected"] = sum(rare) / len(rare)
         return measures
 
+    @torch.no_grad()
     def measure(
         self, model: nn.Module, theta: Tensor, parts: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The model with weights theta on each of these parts of the pool, int64.
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The model with weights theta on each of these parts of the pool, int64 [n].
 
-        Returns accuracies [parts], mean cross-entropies [parts], and how often each class is
-        predicted, and is predicted rightly: twice [parts, classes]. Raises UserError if a loss is
-        not finite, because the largest of NaN logits would count as class 0.
+        Returns accuracies [parts], mean cross-entropies [parts], and per part what is predicted for
+        its samples and what is right, int64 [2, n]. Raises UserError if a loss is not finite,
+        because the largest of NaN logits would count as class 0.
         """
-        pieces = [part.split(self.chunk) for part in parts]
-        batches = [batch for of_part in pieces for batch in of_part]
-        ids = torch.arange(len(batches))  # the processes share the batches, not the parts
-        rows = self.map(answers, model, theta, ids, batches, t=0, classes=self.classes).cpu()
-        of_parts = rows.split([len(of_part) for of_part in pieces])
-        sums = torch.stack([of_part.sum(0) for of_part in of_parts])
-        loss, predicted, hits = sums.split([1, self.classes, self.classes], dim=1)
-        n = torch.tensor([len(part) for part in parts])
-        return hits.sum(1) / n, loss[:, 0] / n, predicted, hits
+        set_weights(model, theta)
+        model.eval()
+        sizes = [len(part) for part in parts]
+        samples = torch.cat([*parts]).to(self.device)  # all in one copy
+        batches = [batch for part in samples.split(sizes) for batch in part.split(self.chunk)]
+        results = {}
+        for i in ranks.share_out([len(batch) for batch in batches]):
+            x, y = self.batch(batches[i])
+            with self.autocast():
+                logits = model(x).float()
+            losses = F.cross_entropy(logits, y, reduction="none")
+            results[i] = torch.stack([losses, logits.argmax(1), y])
+        table = finite(torch.cat(ranks.gather(results), dim=1)).cpu()  # the first wait for a GPU
+        losses, predictions = table[0].split(sizes), table[1:].long().split(sizes, dim=1)
+        accuracies = [(guess == label).float().mean() for guess, label in predictions]
+        means = [loss.mean() for loss in losses]
+        return torch.stack(accuracies), torch.stack(means), [*predictions]
 
 
-@torch.no_grad()
-def answers(model: nn.Module, batches: Batches, autocast, classes: int) -> Tensor:
-    """For one batch the sum of its losses, and how often each class is predicted, and rightly."""
-    [(x, y)] = batches
-    with autocast():
-        logits = model(x).float()
-    guess = logits.argmax(1)
-    loss = F.cross_entropy(logits, y, reduction="sum")
-    predicted = torch.bincount(guess, minlength=classes)
-    hits = torch.bincount(guess[guess == y], minlength=classes)
-    return torch.cat([loss.reshape(1), predicted, hits])
+def finite(results: Tensor) -> Tensor:
+    """The same results. Raises UserError if one is not finite."""
+    if not results.isfinite().all():
+        raise UserError("training diverged, the model's results are not finite: lower --lr")
+    return results
