@@ -132,5 +132,5 @@ def main():
     draw(RESULTS / "uefl.png", rows[:2])
     spread_of_gradients = [c for c in blocks["results/README", "fediir"] if c.measure]
     draw(RESULTS / "fediir.png", [rows[2], *spread_of_gradients])
-    cifar10_weights = [c for c in blocks["results/README", "wu"] if c.paper]
+    cifar10_weights = [c for c in blocks["results/README", "wu"] if c.paper and c.level()]
     draw(RESULTS / "wu.png", rows[3:] + cifar10_weights[:1])
