@@ -21,11 +21,14 @@ NAMES = [*OWN, *TORCHVISION]
 
 
 class Classifier(nn.Module):
-    """classifier(features(x)), where `features` may give vectors [N, d] or maps [N, d, h, w]."""
+    """classifier(features(x)), where `features` may give vectors [N, d] or maps [N, d, h, w].
 
-    def __init__(self, features: nn.Module, classifier: nn.Module):
+    dim  d, if it is known
+    """
+
+    def __init__(self, features: nn.Module, classifier: nn.Module, dim: int | None = None):
         super().__init__()
-        self.features, self.classifier = features, classifier
+        self.features, self.classifier, self.dim = features, classifier, dim
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.features(x))
@@ -71,24 +74,25 @@ def build(
         features = _from_torchvision(name, shape[0], pretrained)
     try:
         with torch.no_grad():
-            size = features.eval()(torch.zeros(1, *shape)).numel()
+            example = features.eval()(torch.zeros(1, *shape))
     except RuntimeError as e:
         raise UserError(
             f"--model {name} does not take images of shape {shape} ({first_line(e)})"
         ) from e
     if name == "convnet":
-        layers = [nn.Linear(size, classes)]
+        layers = [nn.Linear(example.numel(), classes)]
     else:
         hidden = TORCHVISION.get(name, scaled(512))
         activation = nn.GELU() if name in ("resblocks", "vgg16") else nn.ReLU()
         layers = [
             nn.Dropout(dropout),
-            nn.Linear(size, hidden),
+            nn.Linear(example.numel(), hidden),
             activation,
             nn.Dropout(dropout),
             nn.Linear(hidden, classes),
         ]
-    return Classifier(features.train(), nn.Sequential(nn.Flatten(), *layers))
+    classifier = nn.Sequential(nn.Flatten(), *layers)
+    return Classifier(features.train(), classifier, dim=example.shape[1])
 
 
 def _cnn(*channels: int) -> nn.Sequential:

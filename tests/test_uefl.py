@@ -122,6 +122,21 @@ def test_the_nearest_codeword_is_found_far_from_zero(mean, rng):
     assert (found <= distance.amin(1) + 1e-3).all()  # float32's error at 1e4
 
 
+def test_after_an_extension_ones_old_sgd_steps_as_a_new_one():
+    """The gradient of the smaller codebook is gone; the graph of its loss is, too."""
+    torch.manual_seed(0)
+    tokens, codebook = torch.randn(4, 3, 6), ExtensibleCodebook(5, 6)
+    old = torch.optim.SGD(codebook.parameters(), lr=0.1)
+    codebook(tokens)[1].backward()
+    codebook.extend(torch.randn(2, 6))
+    old.step()
+    before = codebook.codewords.detach().clone()
+    gradient = torch.autograd.grad(codebook(tokens)[1], codebook.codewords)[0]
+    codebook(tokens)[1].backward()
+    old.step()
+    assert torch.allclose(codebook.codewords, before - 0.1 * gradient) and gradient.any()
+
+
 @pytest.mark.parametrize("n", [1, 9])
 def test_fewer_distinct_features_than_codewords_give_equal_codewords_and_no_warning(n):
     model = SimpleNamespace(encode=lambda x: x[:, None], codebook=ExtensibleCodebook(1, 2))
@@ -140,6 +155,17 @@ def test_entropy_is_that_of_the_mean_over_passes(rng):
     logits = rng.standard_normal((4, 30, 9)) * rng.choice([0.1, 10, 1000], (4, 30, 1))
     p = torch.from_numpy(logits).softmax(2)  # of which some are 0
     assert np.allclose(predictive_entropy(p), scipy.stats.entropy(p.mean(0), axis=1), atol=1e-12)
+
+
+@pytest.mark.parametrize("wrong", ["logits", "counts", "weights that sum to 1"])
+def test_entropy_refuses_what_is_no_distribution(wrong, rng):
+    x = torch.from_numpy(rng.integers(1, 9, (4, 30, 3))).float()
+    wrongs = {"logits": x.softmax(2).log(), "counts": x}
+    wrongs["weights that sum to 1"] = torch.cat([x, 1 - x.sum(2, keepdim=True)], 2)
+    with pytest.raises(ValueError, match="sum to 1"):
+        predictive_entropy(wrongs[wrong])
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        assert predictive_entropy(x.to(dtype).softmax(2)).min() > 0, "rounding is no mistake"
 
 
 def test_threshold_on_a_worked_example():
@@ -176,26 +202,30 @@ def test_the_dropout_of_an_evaluation_is_that_of_its_round(start, built):
     clients, model, trainer = built("--iterations 1")
     theta, allowed = kept(folder)["theta"], torch.ones(3, 4, dtype=torch.bool)
     of_run = parsed(uefl, words), clients, trainer, model, theta, allowed
-    row, before, same = read_rows(folder)[-1], *(uefl.evaluate(*of_run, t)["mE"] for t in (1, 2))
+    row, before, same = read_rows(folder)[-1], *(uefl.evaluate(*of_run, t)[1]["mE"] for t in (1, 2))
     assert f"{same:.6g}" == row["mE"] != f"{before:.6g}"
 
 
 # ---------------------------------------------------------------- the server's side
 
 
-@pytest.mark.parametrize(("dtype", "largest"), [(torch.float16, 1e9), (torch.float32, 1.0)])
-def test_average_codewords_is_numpys(dtype, largest, rng):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("sizes", "largest"),
+    [(torch.float16, 6e4), (torch.float32, 1.0), (torch.float64, 1e9), (torch.int64, 90)],
+)
+def test_average_codewords_is_numpys(dtype, sizes, largest, rng):
     codewords = torch.from_numpy(rng.standard_normal((6, 6, 4))).to(dtype)
     before, codewords = codewords[0], codewords[1:]
     allowed = torch.from_numpy(rng.random((5, 6)) < 0.6)
-    sizes = torch.from_numpy(largest * rng.uniform(0.5, 1, 5))
+    n = torch.from_numpy(largest * rng.uniform(0.5, 1, 5)).to(sizes)
     allowed[:, 2] = False  # nobody may use this one
     codewords[~allowed] = torch.nan  # and nobody's number counts where it may not
-    found = average_codewords(before, codewords, sizes, allowed)
+    found = average_codewords(before, codewords, n, allowed)
     assert found.dtype == dtype and torch.equal(found[2], before[2])
     for v in (0, 1, 3, 4, 5):
         users = allowed[:, v]
-        expected = np.average(codewords[users, v].double(), axis=0, weights=sizes[users])
+        expected = np.average(codewords[users, v].double(), axis=0, weights=n[users].double())
         assert np.allclose(found[v].double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 

@@ -35,7 +35,7 @@ class ExtensibleCodebook(nn.Module):
         if dim % segments:
             raise ValueError(f"tokens of {dim} channels cannot be cut into {segments} segments")
         self.segments, self.commitment, self.beta = segments, commitment, beta
-        self.codewords = nn.Parameter(torch.randn(size, dim // segments))
+        self.codewords = nn.Parameter(torch.randn(size, dim // segments))  # line 2
 
     def forward(
         self, tokens: Tensor, allowed: Tensor | None = None
@@ -52,36 +52,39 @@ class ExtensibleCodebook(nn.Module):
             return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
         if allowed is None:
             allowed = torch.ones(v, dtype=torch.bool, device=tokens.device)
-        if not (allowed.dtype == torch.bool and allowed.shape == (v,) and allowed.any()):
+        usable = allowed.nonzero().flatten()
+        if allowed.dtype != torch.bool or allowed.shape != (v,) or not len(usable):
             raise ValueError(f"allowed must be bool [{v}] with at least one True")
         with torch.autocast(tokens.device.type, enabled=False):
             z = tokens.to(self.codewords.dtype).reshape(-1, self.codewords.shape[1])
-            with torch.no_grad():  # |z - c|^2 = |z|^2 - 2 z.c + |c|^2, without the first term
-                usable = torch.nonzero(allowed).flatten()
+            with torch.no_grad():
                 centre = z.mean(0)  # the new origin, so that large numbers do not cancel
-                words = self.codewords[usable] - centre
-                distances = torch.addmm((words**2).sum(1), z - centre, words.T, alpha=-2)
-                index = usable[distances.argmin(1)]  # line 13, equation 4
-            c = self.codewords[index]
+                distances = torch.cdist(z - centre, self.codewords[usable] - centre)
+                indices = usable[distances.argmin(1)]  # line 13, equation 4
+            c = self.codewords[indices]
+            # Means over all numbers, and a weight for the first term, come from the authors' code
             loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
             loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
             straight_through = z + (c - z).detach()
-        index = index.view(*tokens.shape[:-1], self.segments)
-        return straight_through.view(tokens.shape), loss, index
+        indices = indices.view(*tokens.shape[:-1], self.segments)
+        return straight_through.view(tokens.shape), loss, indices
 
     @torch.no_grad()
     def extend(self, codewords: Tensor) -> None:
         """Adds codewords [v, d / s]. An optimizer like Adam must be made anew afterwards."""
         self.codewords.data = torch.cat([self.codewords, codewords.to(self.codewords)])
+        self.codewords.grad = None  # it has the old shape
 
 
 def predictive_entropy(probabilities: Tensor) -> Tensor:
-    """Equation 6: probabilities of T passes [T, N, C] -> the entropy of their mean, in nats [N]."""
-    if probabilities.dim() != 3:
-        raise ValueError(
-            f"probabilities must be [passes, samples, classes], not {tuple(probabilities.shape)}"
-        )
-    return torch.special.entr(probabilities.mean(0)).sum(-1)  # line 22
+    """Equation 6: probabilities of T passes [T, N, C] -> the entropy of their mean, in nats [N].
+
+    Line 22 lacks the minus sign. Raises ValueError if a row is no distribution.
+    """
+    p = probabilities
+    if p.dim() != 3 or (p < 0).any() or ((p.sum(-1) - 1).abs() > 0.01).any():
+        raise ValueError("probabilities must be [passes, samples, classes], and each row sum to 1")
+    return torch.special.entr(p.mean(0)).sum(-1)  # line 22
 
 
 def uncertain(entropies: Tensor, gamma: float) -> Tensor:
@@ -97,14 +100,17 @@ def average_codewords(before: Tensor, codewords: Tensor, sizes: Tensor, allowed:
 
     before     the server's codewords [V, d / s], which stay as they are if no client may use them
     codewords  the clients' codewords after training [K, V, d / s]
-    sizes      n_k, float32 [K]
+    sizes      n_k, numbers of any type [K]
     allowed    bool [K, V], true if client k may use codeword v
+
+    Section 3.2 says "across the clients that utilize" a codeword.
     """
     codewords = torch.where(allowed[:, :, None], codewords, 0)  # 0 times NaN would be NaN
-    weights = sizes[:, None] * allowed
+    exact = torch.promote_types(codewords.dtype, torch.float32)
+    weights = sizes.to(exact)[:, None] * allowed
     total = weights.sum(0)[:, None]
-    mean = torch.einsum("kv,kvd->vd", weights, codewords.to(weights)) / total
-    return torch.where(total > 0, mean.to(before), before)  # line 20
+    mean = torch.einsum("kv,kvd->vd", weights, codewords.to(exact)) / total  # line 20
+    return torch.where(total > 0, mean.to(before), before)
 
 
 # ------------------------------------------------------------------------------------- your project
