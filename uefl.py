@@ -39,6 +39,7 @@ a client, and sg(a) means that no gradient flows through a. docs/uefl.md lists a
 
 import warnings
 from argparse import BooleanOptionalAction
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -263,16 +264,8 @@ def client_evaluation(model, batches, autocast, passes, allowed=None):
 
 def evaluate(args, clients, trainer, model, theta, allowed, t):
     """Line 22: the uncertainties e [K]. Beside them a dict, the columns of metrics.csv."""
-    measured = trainer.map(
-        client_evaluation,
-        model,
-        theta,
-        clients.ids,
-        clients.test,
-        t,
-        per_client={"allowed": allowed},
-        passes=args.passes,
-    )
+    measure = partial(trainer.map, client_evaluation, model, theta, t=t, passes=args.passes)
+    measured = measure(clients.ids, clients.test, per_client={"allowed": allowed})
     e, accuracies, perplexities = measured.T.cpu()  # line 22
     measures = {"uncertainties": e, "accuracies": accuracies, "codewords": allowed.sum(1)}
     measures["id_accuracy"] = overall(accuracies, clients.test[: len(e)])
@@ -286,8 +279,7 @@ def evaluate(args, clients, trainer, model, theta, allowed, t):
         measures["turned_extended"] = extended.float().mean()
     if "ood" in clients.tests:  # a domain that no client has, so with all codewords
         pieces = clients.tests["ood"].split(1000)
-        ids = torch.arange(len(pieces))
-        measured = trainer.map(client_evaluation, model, theta, ids, pieces, t, passes=args.passes)
+        measured = measure(torch.arange(len(pieces)), pieces)
         measures["ood_accuracy"] = overall(measured[:, 1].cpu(), pieces)
     return e, measures
 
