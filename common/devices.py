@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from common import UserError, first_line, random_at, ranks
+from common import UserError, first_line, models, random_at, ranks
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -26,12 +26,18 @@ def keep_freed_memory() -> None:
 def pick_device(name: str) -> torch.device:
     """The device of this name. With `auto` (a GPU if there is one) or `cuda`, each rank has one.
 
-    Raises UserError if the device does not exist.
+    Raises UserError if the device does not exist, or if two ranks would share a GPU.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if ranks.COUNT > 1 and name == "cuda":
-        name = f"cuda:{ranks.RANK % max(1, torch.cuda.device_count())}"
+    if ranks.COUNT > 1 and name.startswith("cuda"):
+        gpus = torch.cuda.device_count() if name == "cuda" else 1
+        if gpus < ranks.LOCAL_COUNT:
+            raise UserError(
+                f"--device {name}: {ranks.LOCAL_COUNT} processes on this machine would share "
+                f"{gpus} GPUs; start one for each GPU, or choose cpu"
+            )
+        name = f"cuda:{ranks.LOCAL_RANK}" if name == "cuda" else name
     try:
         device = torch.ones(1, device=name).device  # cuda becomes cuda:0
         if device.type not in ("cpu", "cuda"):
@@ -42,20 +48,30 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.deterministic = True  # a resumed run must end with the same bytes
-        torch.backends.cudnn.allow_tf32 = False  # float32 means float32
+        ranks.connect_gpus()
     return device
 
 
-def pick_precision(name: str, device: torch.device) -> str:
-    """`auto` means bfloat16 if the hardware multiplies in bfloat16, else float32."""
-    if name != "auto":
-        return name
-    if device.type == "cuda":
-        has_it = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        can = torch.cpu.get_capabilities()
-        has_it = can.get("avx512_bf16") or can.get("amx_bf16")
-    return "bfloat16" if has_it else "float32"
+def pick_precision(name: str, device: torch.device, model: str) -> str:
+    """The precision that this device has for this name. On a CPU, tf32 means float32.
+
+    tf32 is float32, but a GPU's convolutions round their factors to 10 bits. All other products
+    stay exact, among them those of the server. `auto` takes bfloat16 if the hardware multiplies in
+    it, else tf32. On a GPU it takes tf32 for the models of models.OWN, too: they are so small that
+    starting a kernel takes longer than its work, and each cast to bfloat16 is a kernel.
+    """
+    on_gpu = device.type == "cuda"
+    if name == "auto":
+        if on_gpu:
+            fast = model not in models.OWN and torch.cuda.is_bf16_supported(False)
+        else:
+            can = torch.cpu.get_capabilities()
+            fast = can.get("avx512_bf16") or can.get("amx_bf16")
+        name = "bfloat16" if fast else "tf32"
+    if name == "tf32" and not on_gpu:
+        name = "float32"
+    torch.backends.cudnn.allow_tf32 = name == "tf32"
+    return name
 
 
 @contextmanager

@@ -27,10 +27,13 @@ from torch.multiprocessing import ProcessExitedException, start_processes
 from common import UserError, first_line
 
 RANK, COUNT = 0, 1
+LOCAL_RANK, LOCAL_COUNT = 0, 1  # among the ranks of this machine
 MEETING = "env://"  # where the ranks find each other
 if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= set(os.environ):  # torchrun started this
     RANK, COUNT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    LOCAL_RANK, LOCAL_COUNT = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 _may_fork = False
+_between_gpus = None  # NCCL's connection
 
 
 def launch(main: Callable[[], object]) -> None:
@@ -46,20 +49,21 @@ def launch(main: Callable[[], object]) -> None:
     try:
         connect()  # torchrun's ranks meet first, so that all see it if a mistake ends one
         main()
+        disconnect()
         return
     except UserError as e:
-        code, words = 2, [str(e)]
+        code, parts = 2, [str(e)]
     except OSError as e:
-        code, words = 1, [str(e), *getattr(e, "__notes__", [])]
+        code, parts = 1, [str(e), *getattr(e, "__notes__", [])]
     except KeyboardInterrupt as e:
-        code, words = 130, ["stopped", *getattr(e, "__notes__", [])]
+        code, parts = 130, ["stopped", *getattr(e, "__notes__", [])]
     except RuntimeError as e:
         if "gloo" not in str(e):
             raise
-        code, words = 1, ["another process has ended, so this one stops"]
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # the first one of each machine
+        code, parts = 1, ["another process has ended, so this one stops"]
+    if LOCAL_RANK == 0:
         end_of_bar = "\n" if sys.stderr.isatty() else ""
-        print(f"{end_of_bar}{Path(sys.argv[0]).name}: {'; '.join(words)}", file=sys.stderr)
+        print(f"{end_of_bar}{Path(sys.argv[0]).name}: {'; '.join(parts)}", file=sys.stderr)
     sys.exit(code)
 
 
@@ -117,14 +121,16 @@ def start(work: Callable[[], None], count: int) -> None:
 
 
 def _rank(rank: int, work: Callable[[], None], count: int, folder: Path) -> None:
-    """One rank's life. It leaves its mistake in the folder, for the parent to report."""
-    global RANK, COUNT, MEETING
+    """Connects this rank, runs work(), and leaves its error in the folder for the parent."""
+    global RANK, COUNT, LOCAL_RANK, LOCAL_COUNT, MEETING
     RANK, COUNT, MEETING = rank, count, f"file://{folder}/meeting"
+    LOCAL_RANK, LOCAL_COUNT = rank, count
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C and the parent's death end it at once
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         connect()
         work()
+        disconnect()
     except (UserError, OSError) as e:
         (folder / f"error{rank}").write_bytes(pickle.dumps(e))
         sys.exit(1)
@@ -139,12 +145,24 @@ def connect() -> None:
         return
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (open until the program ends)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     patience = timedelta(days=7)  # one client may train for hours
     try:
-        dist.init_process_group(backend, MEETING, rank=RANK, world_size=COUNT, timeout=patience)
+        dist.init_process_group("gloo", MEETING, rank=RANK, world_size=COUNT, timeout=patience)
     except (RuntimeError, ValueError) as e:
         raise UserError(f"the processes cannot connect to each other ({first_line(e)})") from e
+
+
+def connect_gpus() -> None:
+    """From now on, tables go from one rank's GPU to the other's, and not through memory."""
+    global _between_gpus
+    if COUNT > 1 and not _between_gpus:
+        _between_gpus = dist.new_group(backend="nccl")
+
+
+def disconnect() -> None:
+    """Ends the connections."""
+    if COUNT > 1:
+        dist.destroy_process_group()
 
 
 def exchange(mine: object) -> list:
@@ -189,4 +207,5 @@ def gather(results: dict[int, Tensor]) -> list[Tensor]:
 def add_up(table: Tensor) -> None:
     """Replaces the table by the sum of all ranks' tables. In most, a row holds zeros."""
     if COUNT > 1:
-        dist.all_reduce(table)
+        dist.barrier()  # by gloo, which notices if a rank has ended; NCCL would wait for it
+        dist.all_reduce(table, group=_between_gpus)

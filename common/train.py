@@ -74,7 +74,7 @@ class Trainer:
 
     args      seed, and the settings of local training: local_epochs, batch_size, lr, optimizer
               ("sgd" or "adam", new for each client in each round), momentum, and precision
-              ("float32", or "bfloat16": autocast, while the weights stay in float32)
+              ("float32", "tf32", or "bfloat16": autocast, while the weights stay in float32)
     progress  called with the share of a round's training that has just been done
     """
 
@@ -90,7 +90,9 @@ class Trainer:
         self.classes = len(data.classes)
         self.clients, self.device = clients, device
         self.args, self.progress = args, progress
-        self.chunk = 1000 if device.type == "cuda" else 250  # batch size of the evaluation
+        most = 5_000_000 // data.x[0, 0].numel()  # by pixels: 99 images of 224 x 224
+        # The batch size of the evaluation
+        self.chunk = max(1, min(most, 1000 if device.type == "cuda" else 250))
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(

@@ -29,7 +29,7 @@ def main():
     clients = Namespace(train=[torch.arange(1000)])
     args = Namespace(seed=0, local_epochs=1, batch_size=64, lr=0.01, optimizer="sgd", momentum=0)
     trainer = train.Trainer(data, clients, device, args)
-    auto = devices.pick_precision("auto", device)
+    auto = devices.pick_precision("auto", device, "cnn")
     for name in ["bare loop", *{"float32", auto}] * 4:  # in turns: other work slows them alike
         began = time.perf_counter()
         if name == "bare loop":
@@ -37,7 +37,7 @@ def main():
             loss = client_update(plain, theta, batches, optimizer, nullcontext)
             loss.item()  # waits for a GPU, as the trainer does
         else:
-            args.precision = name
+            args.precision = devices.pick_precision(name, device, "cnn")
             trainer.train(client_update, model, theta, torch.arange(1), 1)
         milliseconds = 1000 * (time.perf_counter() - began)
         print(f"{name}: {milliseconds:.1f} ms per 1,000 samples", flush=True)

@@ -57,7 +57,7 @@ def test_a_run_on_a_gpu(start, method):
     start(method, "--resume run --device cuda")
 
 
-def test_auto_takes_the_gpu_and_the_precision_of_its_hardware():
+def test_auto_takes_the_gpu_and_the_precision_of_its_hardware(full_precision):
     assert pick_device("auto").type == "cuda"
-    expected = "bfloat16" if torch.cuda.is_bf16_supported(False) else "float32"
-    assert pick_precision("auto", GPU) == expected
+    expected = "bfloat16" if torch.cuda.is_bf16_supported(False) else "tf32"
+    assert pick_precision("auto", GPU, "resnet18") == expected

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import helpers
 import pytest
+import torch
 from ranks import CALLS, child, kill_rank_1_in_round_2
 
 import common.data
@@ -18,6 +19,7 @@ import fedavg
 import minimax_select
 import uefl
 from common import UserError, models, ranks
+from common.devices import pick_device
 from common.ranks import cores
 from common.runner import runs
 
@@ -224,6 +226,7 @@ def test_a_network_that_is_not_there_is_one_line(tmp_path):
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"}
+TORCHRUN |= {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
@@ -252,3 +255,31 @@ def test_where_forks_are_not_safe_a_run_has_one_process(monkeypatch):
     assert ranks.how_many(None, "cpu", 9) == ranks.how_many(1, "cpu", 9) == 1
     with pytest.raises(UserError, match=r"use 1, or torchrun \(Windows: WSL\)"):
         ranks.how_many(2, "cpu", 9)
+
+
+def test_with_gpus_in_sight_the_ranks_of_a_run_on_the_cpu_meet_without_nccl(monkeypatch):
+    backends = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        ranks.dist, "init_process_group", lambda backend, *args, **more: backends.append(backend)
+    )
+    monkeypatch.setattr(ranks, "COUNT", 2)
+    ranks.connect()
+    pick_device("cpu")
+    assert backends == ["gloo"]
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("cuda", 2), ("auto", 2), ("cuda:1", 1)])
+def test_more_processes_than_gpus_are_one_line_from_all_of_them(monkeypatch, name, gpus):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for rank in range(3):
+        for where, value in {
+            "COUNT": 3,
+            "RANK": rank,
+            "LOCAL_COUNT": 3,
+            "LOCAL_RANK": rank,
+        }.items():
+            monkeypatch.setattr(ranks, where, value)
+        with pytest.raises(UserError, match=f"3 processes .* would share {gpus} GPUs"):
+            pick_device(name)

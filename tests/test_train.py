@@ -11,6 +11,7 @@ from common.devices import pick_precision, seeded
 from common.models import build
 from common.splits import Clients
 from common.train import (
+    Trainer,
     get_weights,
     local_solver,
     set_weights,
@@ -272,8 +273,42 @@ def test_only_batch_norms_count_is_reset_among_buffers_of_integers():
 
 
 def test_a_device_multiplies_in_bfloat16_only_if_its_hardware_does(monkeypatch):
-    cpu = torch.device("cpu")
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
     for found, precision in (({"avx512_bf16": True}, "bfloat16"), ({"avx2": True}, "float32")):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
-        assert pick_precision("auto", cpu) == precision
-        assert pick_precision("float32", cpu) == "float32"
+        assert pick_precision("auto", cpu, "resnet18") == precision
+        assert pick_precision("float32", cpu, "resnet18") == "float32"
+    for has_it, precision in ((True, "bfloat16"), (False, "tf32")):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated, has_it=has_it: has_it)
+        assert pick_precision("auto", gpu, "resnet18") == precision
+        assert pick_precision("auto", gpu, "cnn") == "tf32", "casts cost more than they save"
+
+
+def test_tf32_lets_a_gpus_convolutions_round_and_float32_does_not(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    for name, device, rounds in (
+        ("float32", gpu, False),
+        ("tf32", gpu, True),
+        ("tf32", cpu, False),
+    ):
+        assert pick_precision(name, device, "vgg16") == ("tf32" if rounds else "float32")
+        assert torch.backends.cudnn.allow_tf32 == rounds
+        assert not torch.backends.cuda.matmul.allow_tf32, "the server's products stay exact"
+
+
+@pytest.mark.parametrize(("size", "most"), [(8, 250), (224, 99), (3000, 1)])
+def test_large_images_are_evaluated_in_smaller_batches(tiny, trainer, size, most):
+    class Sizes(torch.nn.Module):
+        def forward(self, x):
+            found.append(len(x))
+            return torch.zeros(len(x), 3)
+
+    samples, found = (500 if size < 3000 else 3), []
+    tiny.x = torch.zeros(1, 1, size, size, dtype=torch.uint8).expand(samples, 1, size, size)
+    tiny.y = torch.zeros(samples, dtype=torch.long)
+    trainer = Trainer(tiny, trainer.clients, trainer.device, trainer.args)
+    model = Sizes()
+    model.register_buffer("none", torch.zeros(1))
+    trainer.measure(model, torch.zeros(1), [torch.arange(samples)])
+    assert max(found) == most and sum(found) == samples

@@ -127,8 +127,8 @@ def add_shared_flags(parser: Parser) -> None:
     add("--processes", type=whole, metavar="N",
         help="how many processes share a round's clients; the results do not depend on it"
         " (default: one per core or GPU, and no more than clients in a round)")
-    add("--precision", choices=["float32", "bfloat16", "auto"], default="auto",
-        help="bfloat16 means autocast; auto takes it if the hardware has it, else float32")
+    add("--precision", choices=["float32", "tf32", "bfloat16", "auto"], default="auto",
+        help="tf32: a GPU's convolutions round; bfloat16: autocast; auto: what is fast here")
     add("--out", type=not_empty, metavar="DIR",
         help="the run's folder (default: a new one under runs/)")
 # fmt: on

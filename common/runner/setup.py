@@ -38,7 +38,7 @@ def prepare(args: Namespace, **options):
     dataset, clients, model = assemble(args, **options)
     devices.keep_freed_memory()
     device = devices.pick_device(args.device)
-    precision = devices.pick_precision(args.precision, device)
+    precision = devices.pick_precision(args.precision, device, args.model)
     args = Namespace(**{**vars(args), "precision": precision})
     run = Run(args, dataset, clients, model, device)
     trainer = Trainer(dataset, clients, device, args, run.progress)
