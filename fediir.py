@@ -10,11 +10,11 @@ selected clients' gradients, smoothed over the rounds by a moving average.
      1  initialise theta^0                                                federate
      2  for t = 1 .. T                                                    federate
      3      sample a subset C of the clients                              federate
-     4      g = mean over C of grad_omega R_c(theta^{t-1})                client_gradient, federate
+     4      g = mean over C of grad_omega R_c(theta^{t-1}), and           client_gradient, federate
             g~ = v g~ + (1 - v) g, its moving average (appendix C)        federate
      5      on each client c in C, in parallel                            federate
      6          theta_c = theta^{t-1}                                     client_update
-     7          for k = 1 .. K                                            client_update
+     7          for each local step                                       client_update
      8              sample a mini-batch from its data                     client_update
     10              g_c = grad [R_c + gamma/2 ||grad_omega R_c - g~||^2]  fediir_loss, client_update
     11              theta_c <- theta_c - eta_l g_c                        client_update
@@ -133,8 +133,8 @@ def federate(args):
         gradients = trainer.map(client_gradient, model, theta, selected, clients.train, t)
         g = gradients.mean(0)  # line 4
         global_gradient = args.ema * global_gradient + (1 - args.ema) * g  # line 4
-        # Of the clients whose upload is finite: ids [k], weights [k, P] and losses [k]
-        trained, thetas, losses = trainer.train(  # line 5
+        # Line 5: ids [k], weights [k, P], losses [k] of the clients whose upload is finite
+        trained, thetas, losses = trainer.train(
             client_update, model, theta, selected, t,
             global_gradient=global_gradient, gamma=args.gamma,
         )  # fmt: skip
@@ -164,7 +164,8 @@ def federate(args):
 # EXAMPLE, on coloured glyphs, is ours, and so are GLYPHS and QUICK. A narrower model needs a larger
 # gamma. In the example a batch is all of a client's data, so a client takes one step per round, and
 # its gradients are those that g is the mean of. With other batches, or an older g, the penalty
-# charges more than disagreement, and at this lr and gamma that ruins the model (docs/fediir.md).
+# charges more than disagreement, and at this lr and gamma that ruins the model
+# (docs/fediir_limits.md).
 PAPER = {"clients": 50, "local_epochs": 1, "rounds": 100}
 EXAMPLE = {
     "test_domain": "test", "model": "convnet", "width": 0.125, "lr": 0.1, "batch_size": 6000,

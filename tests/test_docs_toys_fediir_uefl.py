@@ -1,4 +1,4 @@
-"""The numbers of the toys in docs/fediir.md and docs/uefl.md, by hand."""
+"""The numbers of the toys in docs/fediir.md, docs/fediir_limits.md and docs/uefl.md, by hand."""
 
 import doctest
 import re
@@ -11,8 +11,9 @@ import torch
 
 from fediir import fediir_loss
 
+PAGES = ("fediir", "fediir_limits", "uefl")
 DOCS = Path(__file__).parent.parent / "docs"
-FEDIIR, UEFL = ((DOCS / f"{page}.md").read_text() for page in ("fediir", "uefl"))
+FEDIIR, LIMITS, UEFL = ((DOCS / f"{page}.md").read_text() for page in PAGES)
 
 
 def shown(page):
@@ -58,7 +59,7 @@ def test_all_data_charge_the_colour_alone_and_single_images_charge_both(size):
 
 @pytest.mark.parametrize("z", [A, B])
 def test_a_small_batch_adds_its_variance_to_the_penalty(z):
-    """Section 8: E||g_b - g||^2 = ||grad R_c - g||^2 + V_c / b (n - b) / (n - 1), with b = 2."""
+    """E||g_b - g||^2 = ||grad R_c - g||^2 + V_c / b (n - b) / (n - 1), with b = 2."""
     classifier = torch.nn.Linear(2, 2, bias=False)
     torch.nn.init.zeros_(classifier.weight)
     x, y, g = torch.tensor(z).float(), torch.tensor(Y), torch.tensor(G).float()
@@ -72,7 +73,7 @@ def test_a_small_batch_adds_its_variance_to_the_penalty(z):
 
 
 def loss(a, gamma, batch, colour, shape=0.75):
-    """The expected loss of section 8's toy for lengths a [..., 2], from all four cases."""
+    """The expected loss for lengths a [..., 2] in docs/fediir_limits.md, from all four cases."""
     risks, means, variances = [], [], []
     for right in colour:
         risk, mean, square = 0, 0, 0
@@ -101,9 +102,9 @@ def smallest(gamma, batch, colour):
 
 
 def table():
-    """The rows of section 8's table: (agreements, batch size) -> gamma -> (shape, colour)."""
+    """The rows of the table there: (agreements, batch size) -> gamma -> (shape, colour)."""
     rows, colour = {}, None
-    lines = FEDIIR.split("<!-- lengths -->\n")[1].split("\n\n")[0].split("\n")
+    lines = LIMITS.split("<!-- lengths -->\n")[1].split("\n\n")[0].split("\n")
     cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
     gammas = [float(cell.removeprefix("gamma ")) for cell in cells[0][2:]]
     for name, batch, *pairs in cells[2:]:
@@ -114,7 +115,7 @@ def table():
 
 
 @pytest.mark.parametrize(("colour", "batch"), table())
-def test_a_row_of_the_table_of_section_8(colour, batch):
+def test_a_row_of_the_table_of_lengths(colour, batch):
     for gamma, lengths in table()[colour, batch].items():
         assert lengths == pytest.approx(smallest(gamma, batch, colour), abs=0.00501), gamma
 

@@ -18,7 +18,8 @@ from common.runner.table import with_interval
 from results import experiments, page, tables
 
 EXPERIMENTS = list(csv.DictReader((ROOT / "results/experiments.csv").open()))
-BUILT = ["README.md", "results/README.md", *(f"docs/{method}.md" for method in METHODS)]
+PAGES = [*METHODS, "fediir_limits"]
+BUILT = ["README.md", "results/README.md", *(f"docs/{name}.md" for name in PAGES)]
 
 
 # ------------------------------------------------------------------------------ the committed pages
