@@ -1,14 +1,20 @@
 """The data sets that the program draws, without a download: digits, grey or in two colours."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+
+try:
+    import matplotlib
+except ValueError as e:  # no program imports it before this one does
+    print(f"change or unset MPLBACKEND: {str(e)[:60]} ...", file=sys.stderr)
+    sys.exit(2)
 
 FONTS = {  # family -> faces; all of them come with matplotlib
     "sans": ["DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSans-BoldOblique"],

@@ -40,17 +40,23 @@ def launch(main: Callable[[], object]) -> None:
     """Runs a program from the command line, where it may fork itself.
 
     Exit codes: 2 is a user's mistake, 130 is Ctrl-C, and 1 is an error of the operating system,
-    such as a full disk. Each of these is one line on stderr.
+    such as a full disk. Each of these is one line on stderr. If nobody reads stdout, it is silent.
     """
     global _may_fork
     _may_fork = True
     torch.set_num_threads(1)  # before anything is computed, because threads do not survive a fork
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (closed by the user)
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not know ±
     try:
         connect()  # torchrun's ranks meet first, so that all see it if a mistake ends one
         main()
         disconnect()
+        print(end="", flush=True)
         return
+    except BrokenPipeError:  # the reader has left, as in `| head`, and what is not printed yet goes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except UserError as e:
         code, parts = 2, [str(e)]
     except OSError as e:
@@ -131,6 +137,7 @@ def _rank(rank: int, work: Callable[[], None], count: int, folder: Path) -> None
         connect()
         work()
         disconnect()
+        print(end="", flush=True)
     except (UserError, OSError) as e:
         (folder / f"error{rank}").write_bytes(pickle.dumps(e))
         sys.exit(1)

@@ -30,5 +30,5 @@ QUICK = {
 }  # fmt: skip
 SMALL = {
     "other": QUICK,
-    "folder": {**QUICK, "dirichlet": 0.5, "image_size": 32, "clients": 12, "rounds": 30},
+    "folder": {**QUICK, "dirichlet": 0.5, "image_size": 32, "rounds": 30},
 }

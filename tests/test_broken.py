@@ -1,12 +1,15 @@
 """What users do to folders, files and terminals. None may lose data or give a wrong result."""
 
 import functools
+import io
+import os
 import re
+import subprocess
 import sys
 from argparse import Namespace
 
 import pytest
-from helpers import make_tiny, settings
+from helpers import ROOT, make_tiny, settings
 from PIL import Image
 
 import common.data
@@ -88,6 +91,28 @@ def test_a_closed_or_redirected_stderr(launched, tmp_path, monkeypatch):
         assert launched(fedavg, f"{TINY} --rounds 9 --dataset pets --out file")[0] == 0
     bars = re.findall(r"\d+%\|", (tmp_path / "log.txt").read_text())
     assert len(bars) <= 3, "a file gets a line per minute, not per round"
+
+
+def test_a_terminal_without_a_sign_and_a_reader_who_leaves(launched, tmp_path, monkeypatch):
+    draw_images(tmp_path / "pets")
+    plain, (end, into) = io.TextIOWrapper(io.BytesIO(), "ascii"), os.pipe()
+    monkeypatch.setattr(sys, "stdout", plain)
+    assert launched(fedavg, f"{TINY} --dataset pets --seed 1 2 --out run")[0] == 0
+    plain.flush()
+    assert "?: standard deviation" in plain.buffer.getvalue().decode()
+    os.close(end)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(into, "w"))
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert launched(fedavg, "--resume run")[0] == 141
+    assert "fedavg.py" not in sys.stderr.getvalue()
+
+
+def test_a_wrong_backend_of_matplotlib_is_one_line():
+    words = [sys.executable, ROOT / "fedavg.py", "--help"]
+    end = subprocess.run(
+        words, capture_output=True, text=True, env={**os.environ, "MPLBACKEND": "garbage"}
+    )
+    assert end.returncode == 2 and len(end.stderr.splitlines()) == 1, end.stderr
 
 
 def test_a_run_inside_a_folder_of_images_is_no_data(launched, tmp_path):

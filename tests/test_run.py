@@ -1,5 +1,6 @@
 import itertools
 import json
+import os
 import re
 import shutil
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ import fediir
 import minimax_select
 import uefl
 from common import UserError, ranks
-from common.runner import flags, plots, runs
+from common.runner import compare, flags, plots, runs
 from common.splits import deal
 from common.train import Trainer
 
@@ -56,6 +58,11 @@ MORE_FILES = {
     convex_hull_select: {"hull.png"},
     uefl: {"uncertainties.png", "samples.png"},
 }
+
+
+def new_run(data, **changes) -> runs.Run:
+    args = settings(partition="iid", clients=3, name="FedAvg", **changes)
+    return runs.Run(args, data, deal(data, args), torch.nn.Linear(1, 1), torch.device("cpu"))
 
 
 def parse(method, *words):
@@ -291,6 +298,72 @@ def test_a_baseline_never_overwrites_another_run(start):
     assert outcome(folder / "run-equal") == before and not (folder / "run").exists()
 
 
+def test_of_two_runs_that_start_together_the_second_is_refused(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = new_run(tiny), new_run(tiny, lr=3)
+    next(first.rounds(2))
+    with pytest.raises(UserError, match="run is taken"):
+        next(second.rounds(2))
+    assert json.loads(Path("run/args.json").read_text())["flags"]["lr"] == first.args.lr
+
+
+def test_a_full_disk_does_not_empty_the_flags_of_a_comparison(start, monkeypatch):
+    """The disk fills up between the creation of a file and its first byte."""
+    folder = start(fedavg, CUTS[fedavg] + "--rounds 1 --seed 1 2 --no-compare --out run")
+    before = (folder / "run/args.json").read_text()
+
+    def write_text(self, text):
+        self.touch()
+        os.truncate(self, 0)
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_text)
+        with pytest.raises(OSError, match="No space"):
+            start(fedavg, "--resume run")
+    assert (folder / "run/args.json").read_text() == before
+
+
+def test_domains_whose_names_end_like_a_baseline_have_folders_of_their_own(start, monkeypatch):
+    load = common.data.load
+    named = lambda *args: replace(load(*args), domains=["a", "a-random"])  # noqa: E731
+    monkeypatch.setattr(common.data, "load", named)
+    folder = start(minimax_select, CUTS[minimax_select] + "--rounds 1 --test-domain all --out run")
+    domains, names = ("a", "a-random"), ("seed0", "seed0-random")
+    for domain, name in itertools.product(domains, names):
+        flags = json.loads((folder / "run" / domain / name / "args.json").read_text())["flags"]
+        method = "random" if name.endswith("random") else "minimax"
+        assert (flags["test_domain"], flags["name"]) == (domain, method)
+
+
+def test_the_baseline_of_a_run_in_this_folder_is_not_inside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = parse(fedavg, "--out", ".").out
+    assert compare.folder_of(out, "random", "FedAvg").parent == tmp_path.parent
+
+
+def test_what_a_copy_records_is_converted_or_refused_in_the_first_round(
+    tiny, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    run = new_run(tiny)
+    next(run.rounds(1))
+    values = {"a": (1, 2.5), "b": np.float64(0.5), "c": np.arange(3), "d": torch.tensor(True)}
+    run.record(1, {"theta": torch.ones(2), "best": {"round": 3}}, **values, e=None, f=7)
+    [row] = read_rows(tmp_path / "run")
+    assert [row[name] for name in "abcdf"] == ["1 2.5", "0.5", "0 1 2", "1", "7"]
+    saved = torch.load("run/checkpoint.pt", weights_only=True)
+    assert saved["rows"][0]["b"] == 0.5 and saved["rows"][0]["c"] == [0, 1, 2]
+    for wrong in ("text", {"x": 1}, [[1], [1, 2]], run):
+        with pytest.raises(UserError, match="wrong is no number and no list of numbers"):
+            run.record(1, {}, wrong=wrong)
+    monkeypatch.chdir(tmp_path / "run")
+    run = new_run(tiny)
+    next(run.rounds(1))
+    with pytest.raises(UserError, match="something else than numbers and tensors"):
+        run.record(1, {"mean": np.float64(0.5)})
+
+
 @pytest.mark.parametrize("changed", ["typed", "rounds", "data", "code"])
 def test_a_run_does_not_go_on_with_other_flags_data_or_code(
     start, whole, launched, tmp_path, monkeypatch, changed
@@ -389,13 +462,15 @@ def test_evaluations_come_every_so_many_rounds_and_after_the_last(start):
 def test_a_run_of_more_than_two_hours_says_so_once(
     tiny, tmp_path, monkeypatch, capsys, rounds, dataset, says
 ):
-    """Half a round takes a minute, so 99.5 rounds take 3.3 hours. Glyphs have no --small."""
-    clock = iter([0, 0, 19, 60, 61])
+    """A round takes 2 minutes, so 99 more take 3.3 hours. Glyphs have no --small.
+
+    The first batch is slow: by it alone, 100 rounds would take 69 hours.
+    """
+    clock = iter([0, 0, 25, 120, 121])
     monkeypatch.setattr(runs, "time", Namespace(monotonic=lambda: next(clock)))
     monkeypatch.chdir(tmp_path)
-    args = settings(dataset=dataset, partition="iid", clients=3, rounds=rounds, name="FedAvg")
-    run = runs.Run(args, tiny, deal(tiny, args), torch.nn.Linear(1, 1), torch.device("cpu"))
+    run = new_run(tiny, dataset=dataset, rounds=rounds)
     next(run.rounds(rounds))
-    for share in (0.1, 0.4, 0.1):
+    for share in (0.01, 0.99, 0.1):
         run.progress(share)
     assert capsys.readouterr().out == says

@@ -1,6 +1,5 @@
 """Runs a method and its baselines, with one seed or several, and says what came out."""
 
-import json
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,7 @@ import torch
 
 from common import UserError, ranks
 from common.runner import plots, table
-from common.runner.runs import Run, check_free
+from common.runner.runs import Run, check_free, write_args
 from common.runner.setup import assemble, load
 
 Runs = Mapping[str, Sequence[Run]]  # label -> its runs, in the order of the plans
@@ -71,7 +70,8 @@ def plans_of(args: Namespace) -> list[Namespace]:
             plans.append(changed(args, seed=seed, test_domain=domain))
     if len(plans) > 1:
         for plan in plans:
-            plan.out = f"{args.out}/seed{plan.seed}" + f"-{plan.test_domain}" * (len(domains) > 1)
+            of_domain = f"/{plan.test_domain}" * (len(domains) > 1)
+            plan.out = f"{args.out}{of_domain}/seed{plan.seed}"
     return plans
 
 
@@ -82,8 +82,7 @@ def run_all(args, federate, label, changes, plans, prediction, shows_in) -> Runs
     began = time.monotonic()
     runs: dict[str, list[Run]] = {name: [] for name in changes}
     if len(plans) > 1 and ranks.RANK == 0:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-        (Path(args.out) / "args.json").write_text(json.dumps({"flags": vars(args)}, indent=1))
+        write_args(Path(args.out), {"flags": vars(args)}, args.resume)
     for i, plan in enumerate(plans):
         rounds = plan.rounds
         for name, flags in changes.items():

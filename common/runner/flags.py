@@ -62,16 +62,20 @@ class Parser(argparse.ArgumentParser):
 
 
 # fmt: off
-def add_shared_flags(parser: Parser) -> None:
-    """The flags that all methods share, with the defaults that hold if nothing else is said."""
-    whole = within(int, 1)
+def add_first_flags(parser: Parser, example: str) -> None:
+    """The flags on which the defaults of all others depend. The first data set is the example's."""
     add = parser.add_argument_group("settings").add_argument
-    add("--dataset", type=not_empty, help=f"{', '.join(data.NAMES)}, or a folder of images")
+    add("--dataset", type=not_empty, default=example,
+        help=f"{', '.join(data.NAMES)}, or a folder of images")
     add("--small", action=BooleanOptionalAction, default=False,
         help="our cut of the settings: minutes without a GPU")
     add("--resume", type=not_empty, metavar="DIR",
         help="continue what was started in this folder, with its flags")
 
+
+def add_shared_flags(parser: Parser) -> None:
+    """The other flags that all methods share, with the defaults that hold if no data set's do."""
+    whole = within(int, 1)
     add = parser.add_argument_group("data").add_argument
     add("--data-dir", type=not_empty, default="data",
         help="folder of the data sets; downloads go there, too")
@@ -156,7 +160,11 @@ def parse(
     """
     argv = sys.argv[1:] if argv is None else argv
     method = Path(file).stem
+    first = Parser(prog=f"{method}.py", add_help=False, allow_abbrev=False)
+    add_first_flags(first, next(iter(settings)))
+    chosen, _ = first.parse_known_args(argv)  # the defaults of all other flags depend on these
     parser = Parser(
+        parents=[first],
         prog=f"{method}.py",
         usage="python %(prog)s [--flag value ...]",
         allow_abbrev=False,
@@ -166,48 +174,38 @@ def parse(
     )
     add_shared_flags(parser)
     own_flags(parser.add_argument_group("this method").add_argument)
-    example = next(iter(settings))
-    parser.set_defaults(dataset=example)
-    # First only what was typed, because the defaults of all other flags depend on it
-    nothing = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([]))))
-    words = [word for word in argv if word not in ("-h", "--help")]
-    found = vars(parser.parse_args(words, nothing))
-    typed = {flag: value for flag, value in found.items() if value is not None}
-    if "resume" in typed:
-        defaults = saved_flags(typed, method)
-    else:
-        dataset = typed.get("dataset", example)
-        defaults = defaults_for(dataset, typed.get("small", False), settings, small)
+    resume = chosen.resume
+    defaults = saved_flags(resume, method) if resume else defaults_for(chosen, settings, small)
     parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
-    if not args.resume:
+    options = (word[2:].split("=")[0] for word in argv if word.startswith("--"))
+    typed = {option.removeprefix("no-").replace("-", "_") for option in options}
+    if resume:
+        refuse_others(resume, args, typed, defaults)
+    else:
         fit_together(args, typed, defaults)
         args.method = method
-        args.is_example = not typed.keys() - {*MAY_CHANGE, "out", "seed", "precision"}
+        args.is_example = not typed - {*MAY_CHANGE, "out", "seed", "precision"}
     now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # several runs may start in the same second
-    out = args.resume or args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}"
-    args.out = str(Path(out))  # without a last /
+    out = Path(args.resume or args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}")
+    args.out = str(out if out.name not in ("", "..") else out.resolve())  # "." has no name
     common = Path(__file__).parent.parent  # without the runner, on which no number depends
     sources = [Path(file), *sorted(common.glob("*.py"))]
     args.code = hashlib.sha1(b"".join(source.read_bytes() for source in sources)).hexdigest()
     return args
 
 
-def defaults_for(dataset: str, small_run: bool, settings: dict, small: dict) -> dict:
-    """The defaults of this data set. Raises UserError if --small does not fit it."""
-    kind = dataset if dataset in data.NAMES else "folder"
+def defaults_for(chosen: argparse.Namespace, settings: dict, small: dict) -> dict:
+    """The defaults of the chosen data set. Raises UserError if --small does not fit it."""
+    kind = chosen.dataset if chosen.dataset in data.NAMES else "folder"
     defaults = settings.get(kind, settings.get("other", {}))
-    if small_run and kind in data.DRAWN:
+    if chosen.small and kind in data.DRAWN:
         raise UserError(f"--small: {kind} is small already; leave it out")
-    return {**defaults, **small.get(kind, small["other"])} if small_run else defaults
+    return {**defaults, **small.get(kind, small["other"])} if chosen.small else defaults
 
 
-def saved_flags(typed: dict, method: str) -> dict:
-    """The flags of the run, or of the comparison, in the folder that --resume names.
-
-    Raises UserError if there is none, or if another flag that was typed differs from its flags.
-    """
-    folder = typed["resume"]
+def saved_flags(folder: str, method: str) -> dict:
+    """The flags of this method's run or comparison in the folder. Raises UserError if none is."""
     try:
         saved = json.loads((Path(folder) / "args.json").read_text())["flags"]
         if saved["method"] != method:
@@ -215,15 +213,18 @@ def saved_flags(typed: dict, method: str) -> dict:
         seeds = saved["seed"] if isinstance(saved["seed"], list) else [saved["seed"]]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"--resume {folder}: there is no run to resume ({first_line(e)})") from e
-    saved |= {"seed": seeds, "processes": None}
-    for flag, value in typed.items():
-        if flag not in MAY_CHANGE and value != saved.get(flag):
+    return saved | {"seed": seeds, "processes": None}
+
+
+def refuse_others(folder: str, args: argparse.Namespace, typed: set[str], saved: dict) -> None:
+    """Raises UserError if a flag that was typed differs from those of the run in this folder."""
+    for flag in sorted(typed - {*MAY_CHANGE}):
+        if getattr(args, flag) != saved.get(flag):
             shown = f"--{flag.replace('_', '-')}"
             raise UserError(f"{folder} was run with another {shown}: leave {shown} out")
-    return saved
 
 
-def fit_together(args: argparse.Namespace, typed: dict, defaults: dict) -> None:
+def fit_together(args: argparse.Namespace, typed: set[str], defaults: dict) -> None:
     """Sets the defaults that depend on other flags. Raises UserError if a flag has no effect."""
     if "partition" not in typed and (args.test_domain or "partition" not in defaults):
         args.partition = "domain" if args.test_domain or args.rotate else "dirichlet"

@@ -1,15 +1,19 @@
 """What stays on disk, and what the user sees: flags, metrics, checkpoints and progress."""
 
+import csv
 import json
 import sys
 import time
 import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from pickle import UnpicklingError
 from threading import Thread
 
+import numpy as np
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -98,11 +102,9 @@ class Run:
         if sys.stderr.isatty():  # a batch may take a minute
             Thread(target=self._tick, daemon=True).start()
         if ranks.RANK == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
             about = {"flags": vars(self.args), "python": sys.version.split()[0]}
             about |= {package: version(package) for package in ("torch", "torchvision")}
-            text = json.dumps({**about, "processes": ranks.COUNT}, indent=1) + "\n"
-            self._write("args.json", lambda part: part.write_text(text))
+            write_args(self.folder, {**about, "processes": ranks.COUNT}, self.args.resume)
             plots.partition(self.folder / "partition.png", self.data, self.clients)
             if self.args.partition in ("domain", "silos"):
                 plots.samples(self.folder / "samples.png", self.data)
@@ -118,7 +120,7 @@ class Run:
         self._open()
         self.bar.update(min(share, self.t - self.bar.n))
         elapsed, done = time.monotonic() - self.began, self.bar.n - self.begins_at
-        if not self.estimated and elapsed >= 20 and done:
+        if not self.estimated and elapsed >= 20 and done >= self.bar.total / 100:
             self.estimated = True
             hours = elapsed / done * (self.bar.total - self.bar.n) / 3600
             can_be_less = not self.args.small and self.args.dataset not in DRAWN
@@ -132,27 +134,43 @@ class Run:
         state      what the next round and a resumed run need, as numbers and tensors by name
         candidate  weights [P]; those of the first round with the largest id_accuracy are saved as
                    best_id.pt
-        values     the row's other columns; a tensor or a list becomes numbers with spaces between
+        values     the row's other columns, each a number or numbers: tensors, arrays, lists, tuples
+
+        Raises UserError if a value is something else, or if a resumed run could not read the state.
         """
         self.state = state
         row = {"round": t, "seconds": round(time.monotonic() - self.started, 2)}
-        row |= {column: v.tolist() if isinstance(v, Tensor) else v for column, v in values.items()}
+        row |= {column: _plain(v, column) for column, v in values.items() if v is not None}
         self.rows.append(row)
         if candidate is not None and self.best_row() is row:
             self.best = candidate
-        columns = dict.fromkeys(column for row in self.rows for column in row)
-        lines = [columns, *([_cell(row.get(column)) for column in columns] for row in self.rows)]
-        text = "".join(",".join(line) + "\n" for line in lines)
-        self._write("metrics.csv", lambda part: part.write_text(text))
+        self._write("metrics.csv", self._write_rows)
         self.bar.set_postfix_str(_short(row), refresh=False)
         if time.monotonic() - self.saved_at > SAVE_EVERY:
             self.save()
 
+    def _write_rows(self, file: Path) -> None:
+        """Writes metrics.csv."""
+        columns = dict.fromkeys(column for row in self.rows for column in row)
+        with open(file, "w", newline="", encoding="utf-8") as opened:
+            table = csv.DictWriter(opened, columns, lineterminator="\n")
+            table.writeheader()
+            table.writerows({column: _cell(v) for column, v in row.items()} for row in self.rows)
+
     def save(self) -> None:
         """Writes the checkpoint."""
-        checkpoint = {**self.facts, "rows": self.rows, "state": self.state, "best": self.best}
-        self._write("checkpoint.pt", lambda part: torch.save(checkpoint, part))
+        self._write("checkpoint.pt", self._write_checkpoint)
         self.saved_at = time.monotonic()
+
+    def _write_checkpoint(self, file: Path) -> None:
+        checkpoint = {**self.facts, "rows": self.rows, "state": self.state, "best": self.best}
+        torch.save(checkpoint, file)
+        if self.t == self.begins_at + 1:
+            try:
+                torch.load(file, weights_only=True, map_location="meta")  # without the numbers
+            except UnpicklingError as e:
+                wrong = "record() got a state with something else than numbers and tensors"
+                raise UserError(f"{wrong}: no run could resume from it ({first_line(e)})") from e
 
     def finish(self, model: nn.Module, theta: Tensor) -> "Run":
         """Saves the last checkpoint, and the model with weights theta. Returns this run.
@@ -182,23 +200,44 @@ class Run:
         getattr(plots, name)(self, *values)
 
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
-        """Calls write(part) and then renames the part, so a kill leaves the old file whole."""
         if ranks.RANK == 0:
-            part = self.folder / f"{name}.part"
-            try:
-                write(part)
-            except RuntimeError as e:  # torch's error for a full disk
-                raise OSError(f"{self.folder / name} cannot be written ({first_line(e)})") from e
-            part.replace(self.folder / name)
+            write_whole(self.folder / name, write)
+
+
+def write_whole(file: Path, write: Callable[[Path], object]) -> None:
+    """Calls write(part) and then renames the part, so a kill leaves the old file whole."""
+    part = file.with_name(f"{file.name}.part")
+    try:
+        write(part)
+    except RuntimeError as e:  # torch's error for a full disk
+        raise OSError(f"{file} cannot be written ({first_line(e)})") from e
+    part.replace(file)
+
+
+def write_args(folder: Path, about: dict, resume: bool) -> None:
+    """Writes args.json. For a new run, only the program that creates this file has the folder."""
+    text = json.dumps(about, indent=1) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    if resume:
+        write_whole(folder / "args.json", lambda part: part.write_text(text))
+        return
+    try:
+        with open(folder / "args.json", "x") as file:
+            file.write(text)
+    except FileExistsError:
+        refuse(folder)
 
 
 def check_free(folder: Path) -> None:
     """Raises UserError if this folder holds something, so that no run overwrites another one."""
-    holds = {file.name for file in folder.glob("*")} - {"args.json"}  # flags alone: it never began
-    if holds or folder.is_file():
-        raise UserError(
-            f"{folder} is taken: choose another --out, or continue the run in it with --resume"
-        )
+    if folder.is_file() or any(folder.glob("*")):
+        refuse(folder)
+
+
+def refuse(folder: Path) -> None:
+    raise UserError(
+        f"{folder} is taken: choose another --out, or continue the run in it with --resume"
+    )
 
 
 def _short(row: dict) -> str:
@@ -207,8 +246,17 @@ def _short(row: dict) -> str:
     return "  ".join(f"{name} {row[c]:.3g}" for c, name in names.items() if c in row)
 
 
-def _cell(value) -> str:
+def _plain(value, column: str) -> float | list:
+    """A tensor, an array or a list as numbers that CSV and a checkpoint can hold."""
+    with suppress(ValueError):  # of lists whose lengths differ
+        found = np.asarray(value.tolist() if isinstance(value, Tensor) else value)
+        if found.dtype.kind in "biuf":
+            return (found + 0).tolist()  # of bools, too, where True becomes 1
+    raise UserError(f"{column} is no number and no list of numbers, but a {type(value).__name__}")
+
+
+def _cell(value: float | list) -> str:
     """A value as it stands in metrics.csv: numbers have six digits, lists have spaces inside."""
     if isinstance(value, list):
         return " ".join(map(_cell, value))
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
