@@ -4,7 +4,7 @@ The words of README's table come from the intervals. A `c` is a Comparison of ta
 """
 
 import numpy as np
-from scipy.stats import ttest_1samp
+from scipy.stats import gmean, ttest_1samp
 
 from common.runner import plots
 from common.runner.measures import in_percent
@@ -100,6 +100,19 @@ def table(rows):
     return without_empty_columns(lines)
 
 
+def rounds(rows):
+    """As McMahan et al.'s table 2: the rounds to a target, seed by seed, and their mean."""
+    lines = [["", "rounds of each seed", "geometric mean", "the paper"]]
+    for c in rows:
+        found = c.sides()[0]
+        mean = f"{gmean(found):.1f}"
+        if len(found) > 1:
+            _, low, high = np.exp(interval(np.log(found)))
+            mean += f" ({low:.1f} to {high:.1f})"
+        lines.append([c.label, ", ".join(f"{t:.1f}" for t in found), mean, c.paper])
+    return lines
+
+
 def draw(file, rows):
     """A panel for each comparison: both sides over the rounds, and what the paper reports."""
     width = min(len(rows), 3)
@@ -125,7 +138,8 @@ def main():
     for name in FAMILIES:
         correct(blocks["results/README", name])
     for (page, name), rows in blocks.items():
-        build(RESULTS / f"../{page}.md", {name: table(rows)})
+        make = rounds if name == "mcmahan" else table
+        build(RESULTS / f"../{page}.md", {name: make(rows)})
     rows = blocks["results/README", "main"]
     p = {(c.method, c.baseline, c.column): c.p for c in rows}
     build(RESULTS / "../README.md", {"worth": worth(readme, p)})

@@ -134,6 +134,17 @@ def test_rounds_to_a_target():
     assert np.exp(c.difference()) == pytest.approx([2 / 4, 2 / 3])
 
 
+def test_the_table_of_rounds():
+    """50 percent lies at 1.6 with the first seed, between rounds 1 and 2, and else at round 4."""
+    rising = [[0.2, 0.7, 0.7, 0.8], [0.1, 0.2, 0.3, 0.5], [0.1, 0.1, 0.1, 0.5]]
+    at = comparison(rising, rising, measure="to 50", paper="3", label="here")
+    _, (label, seeds, mean, paper) = page.rounds([at])
+    assert (label, seeds, paper) == ("here", "1.6, 4.0, 4.0", "3")
+    logs = np.log([1.6, 4, 4])
+    low, high = np.exp(ttest_1samp(logs, 0).confidence_interval())
+    assert mean == f"{np.exp(logs.mean()):.1f} ({low:.1f} to {high:.1f})"
+
+
 @pytest.mark.parametrize(
     ("first", "last", "p", "says"),
     [
