@@ -1,10 +1,10 @@
 """Convex-hull selection: train the clients at the vertices of the hull of all clients' gradients.
 
 Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating
-Clients (arXiv 2310.07171), section IV-B2. The server keeps each participating client's latest g = w
-- w_i, which the paper calls its gradient. In each round it selects the vertices of the convex hull
-of these points, because the gradients of clients that never train probably lie inside the hull, or
-near it.
+Clients (arXiv 2310.07171), section IV-B2. The server keeps the latest g = w - w_i of each
+participating client, which the paper calls its gradient. In each round it selects the vertices of
+the convex hull of these points, because the gradients of clients that never train probably lie
+inside the hull, or near it.
 
     Algorithm 2                                                          in the code
      1  before round 1 all participating clients train from w_0          federate
@@ -17,32 +17,20 @@ near it.
      9      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                federate
         (section IV-B: the table keeps g_t^i for i in I_t)               federate
 
-For line 4 see minimax_select.py. Lines 8 and 10 only end a loop. M clients participate.
-
-Where the paper is silent or unclear, or we differ (choices 1 and 2 change the result most)
-1. The space of the hull. In M - 1 or more dimensions normally all M points are vertices, and
-   quickhull cannot run in a million dimensions anyway. So we project the centred gradients to their
-   first --hull-dim principal components, which decides who is a vertex. Section IV-B2 speaks of the
-   stored gradients, section V of "cosine similarity to construct the convex hull". The default is
-   the gradients as they are, because scaled to length 1 (--unit-length) the selection was worse
-   than random on glyphs with label skew and clients of unequal sizes (see results/).
-2. The paper selects all vertices. With --sample N, which is ours, at most N of them train, drawn at
-   random; the example on glyphs has N = 10, so that the hull trains as many clients as minimax
-   selection.
-3. If the points span fewer than --hull-dim dimensions, the hull is built in the dimensions that
-   they span. Of several clients at one point, one is selected, and the first client if all share
-   one point.
-4. Interior (table 1) trains as many non-vertices as the hull has vertices, or all of them if there
-   are fewer. A control is ours: as many clients as there are vertices, drawn from all (random).
-5. For alpha_i, the uploads of line 1, models, LocalSolver, ID and the baselines see
-   minimax_select.py; docs/variations/ has diffs that change both files.
+For line 4 see minimax_select.py. Lines 8 and 10 only end a loop. M clients participate. Two choices
+change the result most: the space of the hull (principal_components), and how many of its vertices
+train (--sample). What else the paper leaves open stands beside the line in question, or beside the
+same line of minimax_select.py, and the rest in docs/convex_hull_select.md.
 
     python convex_hull_select.py
     python convex_hull_select.py --dataset cifar10
     python convex_hull_select.py --dataset cifar10 --selection interior        (table 1's ablation)
 """
 
+from contextlib import suppress
+
 import torch
+from scipy.linalg import eigh
 from scipy.spatial import ConvexHull
 from torch import Tensor
 
@@ -54,34 +42,39 @@ from common.runner.setup import prepare
 from common.settings import RESNET, SMALL, WU
 
 
+def lengths(g: Tensor) -> Tensor:
+    """The lengths of the rows of g [M, P]: float64 [M]."""
+    return torch.stack([torch.linalg.vector_norm(row, dtype=torch.float64) for row in g.detach()])
+
+
 def usable_rows(g: Tensor) -> Tensor:
     """The rows of g [M, P] that have a direction, int64: those that are finite and not zero."""
-    squares = torch.linalg.vector_norm(g, dim=1).square()  # their products must be finite, too
-    return torch.nonzero((squares > 0) & torch.isfinite(squares)).flatten()
+    length = lengths(g)
+    return torch.nonzero((length > 0) & torch.isfinite(length)).flatten()
 
 
-def principal_components(g: Tensor, dim: int, scale: bool = False) -> Tensor:
-    """The rows of g [M, P] along their first principal components: float64 [M, up to dim], CPU.
+def principal_components(g: Tensor, rows: Tensor, dim: int, scale: bool = False) -> Tensor:
+    """These n rows of g [M, P] along their first principal components: float64 [n, up to dim], CPU.
 
-    scale  first scales the rows to unit length
+    scale  first scales the rows to unit length; else the unit is the length of the longest row
+
+    In n - 1 or more dimensions normally all n points are vertices, and quickhull cannot run in a
+    million dimensions anyway. So we project, which decides who is a vertex. Section IV-B2 speaks of
+    the stored gradients, section V of "cosine similarity to construct the convex hull".
 
     Fewer columns are returned if the rows span fewer dimensions. Components with very small
     variance count as rounding errors.
     """
-    products = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
-    for part in g.float().split(2**11, dim=1):  # short float32 sums, added up in float64
-        products += part @ part.T
-    gram = products.cpu()
-    if scale:
-        length = gram.diagonal().sqrt()
-        gram = gram / (length[:, None] * length)
-    size = gram.diagonal().mean().item()
-    # the products of the centred rows
-    gram = gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()
-    values, vectors = torch.linalg.eigh(gram)
-    values, vectors = values.flip(0), vectors.flip(1)
-    spanned = int((values > 1e-5 * size).sum())  # smaller values are the rounding of float32
-    return (vectors * values.clamp(min=0).sqrt())[:, : min(dim, spanned)]
+    n, length = len(rows), lengths(g)[rows, None]
+    unit = length if scale else length.max()
+    gram = torch.zeros(n, n, dtype=torch.float64, device=g.device)
+    for part in g.detach().split(2**11, dim=1):  # in blocks, because a copy of g would be large
+        part = part[rows].double() / unit
+        part = (part - part.mean(0)).float()  # short float32 sums, added up in float64
+        gram += part @ part.T
+    values, vectors = eigh(gram.cpu(), subset_by_index=[max(0, n - dim), n - 1])
+    kept = values > 1e-12 * n + 1e-6 * values[-1]  # less is the rounding of g, or of the products
+    return torch.from_numpy(vectors[:, kept] * values[kept] ** 0.5).flip(1)  # the largest first
 
 
 def vertices_of(points: Tensor) -> Tensor:
@@ -100,17 +93,19 @@ def hull_vertices(g: Tensor, dim: int, scale: bool = False) -> Tensor:
     dim    principal components in which the hull is built, 1 to 8
     scale  first scales the updates to unit length
 
+    If the points span fewer dimensions, the hull is built in the dimensions that they span. Of
+    several clients at one point, one is selected, and the first client if all share one point.
     Updates that are zero or not finite are never selected. Raises ValueError if g is not a matrix,
     if no row is usable, or if dim is not in 1 to 8.
     """
-    if g.dim() != 2 or not 1 <= dim <= 8:
+    if g.dim() != 2 or not len(g) or not 1 <= dim <= 8:
         raise ValueError(
             f"g must be [clients, parameters], not {tuple(g.shape)}; dim 1 to 8, not {dim}"
         )
     usable = usable_rows(g)
     if not len(usable):
         raise ValueError(f"none of the {len(g)} updates is usable: they are zero or not finite")
-    vertices = vertices_of(principal_components(g[usable], dim, scale))
+    vertices = vertices_of(principal_components(g, usable, dim, scale))
     return usable[vertices.to(usable.device)]
 
 
@@ -121,23 +116,28 @@ def federate(args):
         w, table = run.state["w"], run.state["table"]
     else:
         w = train.get_weights(model)
-        trained, ws, _ = trainer.train(train.local_solver, model, w, clients.ids, 0)  # line 1
-        table = torch.zeros(clients.participating, len(w), device=trainer.device)
-        table[trained] = w - ws  # line 1
+        table = train.new_table(clients.participating, len(w), trainer.device)
+        for ids in clients.ids.split(clients.sample):  # all at once would take another table
+            with suppress(UserError):  # if no upload of the group is finite, its rows stay zero
+                trained, ws, _ = trainer.train(train.local_solver, model, w, ids, 0)  # line 1
+                table[trained] = w - ws  # line 1
 
     for t in run.rounds(args.rounds):  # line 2
         usable = usable_rows(table).cpu()
         if not len(usable):
             raise UserError("all updates are zero or infinite: change --lr")
         vertices = hull_vertices(table, args.hull_dim, args.unit_length).cpu()  # line 3
+        # Interior (table 1) trains as many non-vertices as there are vertices, or all of them if
+        # there are fewer. We add a control: as many clients, drawn from all (random).
         inside = usable[~torch.isin(usable, vertices)]
         possible = {"hull": vertices, "interior": inside, "random": usable}[args.selection]
         if not len(possible):
             raise UserError(f"round {t}: no client lies inside the hull; lower --hull-dim")
+        # In the paper all vertices train; --sample, the most that may, is ours
         count = min(args.sample or len(vertices), len(vertices), len(possible))
         selected = splits.draw(possible, count, random_at(args.seed, "select", t))  # line 3: I_t
-        # Lines 5 and 6: ids [k], weights [k, P], losses [k] of the clients whose upload is finite
-        trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)
+        # Ids [k], weights [k, P], losses [k] of the clients whose upload is finite
+        trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)  # lines 5, 6
         g = w - ws  # line 7
         table[trained] = g  # section IV-B; the rows of the other clients stay
         n = clients.sizes[trained].to(g)
@@ -150,7 +150,7 @@ def federate(args):
         run.record(t, {"w": w, "table": table}, selected=trained, **measures)
 
     usable = usable_rows(table)
-    plane = principal_components(table[usable], 2, args.unit_length)
+    plane = principal_components(table, usable, 2, args.unit_length)
     vertices = hull_vertices(table, args.hull_dim, args.unit_length)
     run.draw("hull", usable.cpu(), plane, vertices.cpu())
     return run.finish(model, w)
@@ -158,7 +158,8 @@ def federate(args):
 
 # The example on glyphs is ours: three of 40 clients of equal size hold a rare class each. The rest
 # is section V. WU: lr 0.1, 5 local epochs, batches of 128. RESNET: 0.01, 3 and 16.
-# common/settings.py says which values are the paper's.
+# common/settings.py says which values are the paper's. On glyphs at most 10 vertices train, so that
+# the hull trains as many clients as minimax selection.
 RARE = {
     "partition": "rare", "clients": 40, "sample": 10, "width": 0.25, "batch_size": 64, "lr": 0.2,
     "rounds": 50,
@@ -175,6 +176,8 @@ SETTINGS = {
 def own_flags(add) -> None:
     kinds, by = ["hull", "interior", "random"], ["equal", "size"]
     dim = flags.within(int, 1, 8)
+    # Unit length is not the default, because with it the selection was worse than random on glyphs
+    # with label skew and clients of unequal sizes (see results/)
     add("--selection", choices=kinds, default="hull", help="line 3, or as many, chosen otherwise")
     add("--hull-dim", type=dim, default=3, help="principal components in which the hull is built")
     add("--unit-length", action="store_true", help="first scale the gradients to length 1")

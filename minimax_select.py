@@ -1,10 +1,10 @@
 """Minimax selection: train the clients whose gradients are unlike every other client's gradient.
 
 Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating
-Clients (arXiv 2310.07171), section IV-B1. The server keeps each participating client's latest g = w
-- w_i, which the paper calls its gradient. In each round it looks up every client's most similar
-other client, and selects the K clients for which this largest cosine similarity is smallest, since
-nobody else can stand in for them.
+Clients (arXiv 2310.07171), section IV-B1. The server keeps the latest g = w - w_i of each
+participating client, which the paper calls its gradient. In each round it looks up every client's
+most similar other client, and selects the K clients for which this largest cosine similarity is
+smallest, since nobody else can stand in for them.
 
     Algorithm 2                                                          in the code
      1  before round 1 all participating clients train from w_0          federate
@@ -20,36 +20,15 @@ nobody else can stand in for them.
 Algorithm 1 is MinimaxSim. Its lines 2 to 5 compare the rows of the table, which the paper calls
 g_s^i: cosines. Lines 6 to 9 look up S*_i = max over j != i of cos(g^i, g^j): largest_similarity.
 Lines 10 to 16 take the clients with the smallest S*_i: minimax_clients. Line 3 of Algorithm 2 is
-convex_hull_select.py; lines 8 and 10 only end a loop.
-
-Where the paper is silent or unclear
-1. K is --sample. The loop in Algorithm 1, `while |I| <= K`, ends with K + 1 clients; we follow
-   equation 16, which selects K. The sum in equation 16 is smallest for the K clients with the
-   smallest S*_i. Two clients that are each other's most similar client have the same S*_i; if only
-   one can be selected, it is the one with the smaller id.
-2. alpha_i: the theory uses 1/K, and the experiments do not say. The default is --weighting equal.
-3. The uploads of line 1 fill the table, and do not move the model. A client whose update in the
-   table is zero, or whose first update is not finite, is not selected.
-4. "A CNN" is that of McMahan et al. ResNet-18 has group norm and a hidden layer before the
-   classifier (common/models.py). In models with batch norm, g contains its statistics, too.
-   LocalSolver is SGD without momentum on the cross-entropy, as in fedavg.py.
-5. ID: the paper tests on the local test sets of the selected clients (`id_selected` in
-   metrics.csv), while our ID uses those of all participating clients. A local test set is a fifth
-   of the client's samples (a tenth with --partition domain).
-6. Remark 4 wants each client that is left out to resemble another one, but that one may be left
-   out, too.
-7. The baselines of table 1: fedavg.py with --weighting equal, --selection random or
-   power_of_choice, or all M clients (--sample M). Under label skew this method prefers clients with
-   many samples (see results/), so there --selection by_size is a fair baseline, too. Active
-   selection (figures 8 and 9) is not here.
-
-In docs/variations/: noisy clients with the trimmed mean (figure 7), Shakespeare (table 1), clients
-that leave and come back, event-triggered uploads, and a table of sketches.
+convex_hull_select.py; lines 8 and 10 only end a loop. What the paper leaves open stands beside the
+line in question, and the rest in docs/minimax_select.md.
 
     python minimax_select.py
     python minimax_select.py --dataset cifar10
     python minimax_select.py --dataset cifar10 --selection maxsim              (table 1's ablation)
 """
+
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -62,26 +41,34 @@ from common.runner.setup import prepare
 from common.settings import RESNET, SMALL, WU
 
 
-def cosines(g: Tensor) -> Tensor:
-    """Cosine similarities of the rows of g [M, P]: float64 [M, M], symmetric, NaN for zeros."""
-    products = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
-    for part in g.float().split(2**11, dim=1):  # short float32 sums, added up in float64
-        products += part @ part.T
-    products = (products + products.T) / 2  # so that ties are ties, in spite of rounding
-    length = products.diagonal().sqrt()
-    return products / (length[:, None] * length)
-
-
-def largest_similarity(similarity: Tensor) -> Tensor:
-    """S*_i = max over j != i of similarity [M, M]: [M] (Algorithm 1, lines 2 to 9)."""
-    itself = torch.eye(len(similarity), dtype=torch.bool, device=similarity.device)
-    return similarity.masked_fill(itself, -torch.inf).amax(1)
+def lengths(g: Tensor) -> Tensor:
+    """The lengths of the rows of g [M, P]: float64 [M]."""
+    return torch.stack([torch.linalg.vector_norm(row, dtype=torch.float64) for row in g.detach()])
 
 
 def usable_rows(g: Tensor) -> Tensor:
     """The rows of g [M, P] that have a direction, int64: those that are finite and not zero."""
-    squares = torch.linalg.vector_norm(g, dim=1).square()  # their products must be finite, too
-    return torch.nonzero((squares > 0) & torch.isfinite(squares)).flatten()
+    length = lengths(g)
+    return torch.nonzero((length > 0) & torch.isfinite(length)).flatten()
+
+
+def cosines(g: Tensor) -> Tensor:
+    """Cosines of the rows of g [M, P]: float64 [M, M], symmetric. NaN for rows without a direction.
+
+    Algorithm 1, lines 2 to 5.
+    """
+    length = lengths(g)[:, None]
+    similarity = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
+    for part in g.detach().split(2**11, dim=1):  # in blocks, because a copy of g would be large
+        part = (part.double() / length).float()  # short float32 sums, added up in float64
+        similarity += part @ part.T
+    return (similarity + similarity.T) / 2  # so that ties are ties, in spite of rounding
+
+
+def largest_similarity(similarity: Tensor) -> Tensor:
+    """S*_i = max over j != i of similarity [M, M]: [M] (Algorithm 1, lines 6 to 9)."""
+    itself = torch.eye(len(similarity), dtype=torch.bool, device=similarity.device)
+    return similarity.masked_fill(itself, -torch.inf).amax(1)
 
 
 def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
@@ -91,15 +78,17 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
              pass weights
     largest  takes the largest S*_i instead, which is MaxSim
 
-    Ties go to the smaller index. Updates that are zero or not finite are never selected. Raises
-    ValueError if g is not a matrix, or has fewer than k usable rows.
+    The loop in Algorithm 1, `while |I| <= K`, ends with K + 1 clients; we follow equation 16. Two
+    clients that are each other's most similar client have the same S*_i, and ties go to the smaller
+    index. Updates that are zero or not finite are never selected. Raises ValueError if g is not a
+    matrix, or has fewer than k usable rows.
     """
-    if g.dim() != 2:
+    if g.dim() != 2 or not len(g):
         raise ValueError(f"g must be [clients, parameters], not {tuple(g.shape)}")
     usable = usable_rows(g)
     if not 1 <= k <= len(usable):
         raise ValueError(f"k = {k}: choose between 1 and the {len(usable)} usable updates")
-    score = largest_similarity(cosines(g[usable]))
+    score = largest_similarity(cosines(g)[usable][:, usable])
     return usable[score.sort(stable=True, descending=largest).indices[:k]].sort().values
 
 
@@ -110,9 +99,13 @@ def federate(args):
         w, table = run.state["w"], run.state["table"]
     else:
         w = train.get_weights(model)
-        trained, ws, _ = trainer.train(train.local_solver, model, w, clients.ids, 0)  # line 1
-        table = torch.zeros(clients.participating, len(w), device=trainer.device)
-        table[trained] = w - ws  # line 1
+        table = train.new_table(clients.participating, len(w), trainer.device)
+        # The first uploads only fill the table. They come in groups, because all of them at once
+        # would take as much memory as the table.
+        for ids in clients.ids.split(clients.sample):
+            with suppress(UserError):  # if no upload of the group is finite, its rows stay zero
+                trained, ws, _ = trainer.train(train.local_solver, model, w, ids, 0)  # line 1
+                table[trained] = w - ws  # line 1
 
     for t in run.rounds(args.rounds):  # line 2
         usable = usable_rows(table).cpu()
@@ -123,12 +116,12 @@ def federate(args):
             selected = splits.draw(usable, k, random_at(args.seed, "select", t))
         else:
             selected = minimax_clients(table, k, largest=args.selection == "maxsim").cpu()  # line 4
-        # Lines 5 and 6: ids [k], weights [k, P], losses [k] of the clients whose upload is finite
-        trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)
-        g = w - ws  # line 7
+        # Ids [k], weights [k, P], losses [k] of the clients whose upload is finite
+        trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)  # lines 5, 6
+        g = w - ws  # line 7, with the statistics of batch norm, if the model has any
         table[trained] = g  # section IV-B; the rows of the other clients stay
         n = clients.sizes[trained].to(g)
-        if args.weighting == "equal":
+        if args.weighting == "equal":  # 1 / K as in the theory; the experiments do not say
             n = torch.ones_like(n)
         alpha = n / n.sum()
         w = w - alpha @ g  # line 9
@@ -141,7 +134,7 @@ def federate(args):
 
 # The example on glyphs is ours: three of 40 clients of equal size hold a rare class each. The rest
 # is section V. WU: lr 0.1, 5 local epochs, batches of 128. RESNET: 0.01, 3 and 16.
-# common/settings.py says which values are the paper's.
+# common/settings.py says which values are the paper's, and what we chose where it is silent.
 RARE = {
     "partition": "rare", "clients": 40, "width": 0.25, "batch_size": 64, "lr": 0.2, "rounds": 50,
 }  # fmt: skip
@@ -162,6 +155,7 @@ def own_flags(add) -> None:
 
 def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
+    # Table 1's other baselines: fedavg.py --weighting equal, with power_of_choice or --sample M
     baselines = {"random": {"selection": "random"}}
     prediction = (
         "nobody is like a client whose class only it has, so minimax selection trains these "

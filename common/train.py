@@ -69,6 +69,21 @@ def unflatten(model: nn.Module, theta: Tensor) -> list[Tensor]:
     return [part.view_as(t) for t, part in zip(tensors, parts, strict=True)]
 
 
+def new_table(clients: int, parameters: int, device: torch.device) -> Tensor:
+    """A row of zeros for each client's latest update. Tells its size if that is above 1 GB.
+
+    Raises UserError if the system refuses so much memory.
+    """
+    size = 4e-9 * clients * parameters
+    takes = f"the table of updates takes {size:.1f} GB"
+    if size > 1 and ranks.RANK == 0:
+        tqdm.write(f"{takes} in each process", file=sys.stderr)
+    try:
+        return torch.zeros(clients, parameters, device=device)
+    except RuntimeError as e:
+        raise UserError(f"{takes}, which is too much: see sketch in docs/variations/") from e
+
+
 class Trainer:
     """Local training and evaluation of these clients.
 
@@ -143,13 +158,13 @@ class Trainer:
         ranks.add_up(uploads)
 
         usable = torch.isfinite(uploads.sum(1)).cpu()
-        if not usable.any():
-            raise UserError(f"training diverged in round {t}: lower --lr")
         if not usable.all():
             if ranks.RANK == 0:
                 left_out = f"{(~usable).sum()} of {len(selected)}"
                 text = f"round {t}: {left_out} uploads were not finite: left out"
                 tqdm.write(text, file=sys.stderr)
+            if not usable.any():
+                raise UserError(f"training diverged in round {t}: lower --lr")
             selected, uploads = selected[usable], uploads[usable]
         return selected, uploads[:, :-1], uploads[:, -1]
 

@@ -14,6 +14,7 @@ from common.train import (
     Trainer,
     get_weights,
     local_solver,
+    new_table,
     set_weights,
     unflatten,
     weights_of,
@@ -245,6 +246,17 @@ def test_clients_with_weights_or_a_loss_that_are_not_finite_are_left_out(
     assert of_clients({}, order)[0].tolist() == [*order]
     with pytest.raises(UserError, match="diverged in round 7"):
         of_clients(DAMAGE, (1, 2, 4))
+
+
+# ------------------------------------------------------------------------- the table of updates
+
+
+def test_a_large_table_tells_its_size_and_an_impossible_one_is_refused(capsys):
+    new_table(10, 10**8, torch.device("meta"))  # has no memory
+    assert "4.0 GB in each process" in "".join(capsys.readouterr())
+    assert torch.equal(new_table(2, 3, torch.device("cpu")), torch.zeros(2, 3))
+    with pytest.raises(UserError, match=r"takes 4000000\.0 GB, which is too much"):
+        new_table(10**6, 10**9, torch.device("cpu"))
 
 
 # ------------------------------------------------------------------- weights, devices and precision

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from helpers import kept, parsed, read_rows, sgd_by_hand
+from helpers import kept, parsed, poison, read_rows, selections, sgd_by_hand
 from scipy.optimize import linprog
 from scipy.spatial import ConvexHull
 
@@ -157,7 +157,7 @@ def test_vertices_are_those_of_the_linear_program(dim, scale, rng):
 
 def test_components_keep_the_distances_of_points_that_span_no_more(rng):
     flat = normal(rng, 8, 2) @ normal(rng, 2, 30)
-    points = principal_components(flat, 5)
+    points = principal_components(flat, torch.arange(8), 5) * flat.norm(dim=1).max()
     assert points.shape == (8, 2)
     assert torch.allclose(torch.cdist(points, points).float(), torch.cdist(flat, flat), atol=1e-3)
 
@@ -187,6 +187,48 @@ def test_rounding_makes_no_vertices(rng, weights):
     exact = ConvexHull(plane @ torch.linalg.cholesky(axes @ axes.T).numpy())
     found = hull_vertices((torch.from_numpy(plane) @ axes).float(), 3)
     assert found.tolist() == sorted(exact.vertices)
+
+
+def exact_hull(g, dim):
+    """The vertices in the first principal components, in float64."""
+    g = g.double().numpy()
+    u, s, _ = np.linalg.svd(g - g.mean(0), full_matrices=False)
+    return sorted(ConvexHull((u * s)[:, :dim]).vertices.tolist())
+
+
+@pytest.mark.parametrize("spread", [1e-2, 1e-4])
+def test_a_large_common_part_changes_no_vertices(spread, rng):
+    """As in w - g, weights after training, whose hull is that of g mirrored and shifted."""
+    g, w = spread * normal(rng, 40, 5000), normal(rng, 5000)
+    for dim in (2, 3):
+        vertices = hull_vertices(g, dim).tolist()
+        assert hull_vertices(w - g, dim).tolist() == exact_hull(w - g, dim) == vertices
+    unit = torch.nn.functional.normalize((w - g).double())
+    assert hull_vertices(w - g, 3, scale=True).tolist() == exact_hull(unit, 3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "unit"),
+    [(torch.float16, 1), (torch.bfloat16, 1e30), (torch.float32, 1e30), (torch.float32, 1e-30),
+     (torch.float64, 1e30), (torch.float64, 1e-100)],
+)  # fmt: skip
+def test_selections_are_right_for_any_type_and_length(dtype, unit, rng):
+    """Squared lengths need not fit into the type of the updates, nor these into float32."""
+    g = normal(rng, 12, 400).double()
+    g[5] *= 900 / g[5].norm()
+    g = (unit * g).to(dtype)
+    best = largest_by_numpy(g.double() / unit).round(6).argsort(kind="stable")
+    assert minimax_clients(g, 4).tolist() == sorted(best[:4])
+    assert hull_vertices(g, 2).tolist() == exact_hull(g.double() / unit, 2)
+    scaled = torch.nn.functional.normalize(g.double() / unit)
+    assert hull_vertices(g, 2, scale=True).tolist() == exact_hull(scaled, 2)
+
+
+def test_updates_that_require_gradients_are_selected_alike(rng):
+    g = normal(rng, 10, 30)
+    held = g.clone().requires_grad_()
+    assert torch.equal(minimax_clients(held, 3), minimax_clients(g, 3))
+    assert torch.equal(hull_vertices(held, 2), hull_vertices(g, 2))
 
 
 MANY = CUT.replace("--clients 8 --participating 6", "--clients 11 --participating 11")
@@ -221,9 +263,7 @@ def selected_by_hand(method, table, t):
         return draw(torch.arange(6), 2, random_at(0, "select", t)).tolist()
     if method is minimax_select:
         return sorted(largest_by_numpy(table).round(6).argsort(kind="stable")[:2].tolist())
-    g = table.double().numpy()
-    u, s, _ = np.linalg.svd(g - g.mean(0), full_matrices=False)
-    return sorted(ConvexHull((u * s)[:, :2]).vertices.tolist())
+    return exact_hull(table, 2)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -269,3 +309,11 @@ def test_their_random_baseline_is_fedavg(start):
     expected = kept(start(fedavg, both + "--out fedavg") / "fedavg")["theta"]
     folder = start(minimax_select, both + "--selection random --out random")
     assert torch.allclose(kept(folder / "random")["w"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
+def test_a_client_whose_uploads_are_never_finite_is_left_out(start, monkeypatch, method):
+    """In line 1 the clients train five at a time, so client 5 is alone."""
+    poison(monkeypatch, client=5)
+    rows = read_rows(start(method, f"{CUT} --sample 5 --rounds 2 --out run") / "run")
+    assert len(rows) == 2 and not any(5 in selected for selected in selections(rows))

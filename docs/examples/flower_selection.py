@@ -23,32 +23,41 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
+from scipy.linalg import eigh
 from scipy.spatial import ConvexHull
 from torch import Tensor
 
 # -------------------------------------------------------------------- copied from minimax_select.py
 
 
-def cosines(g: Tensor) -> Tensor:
-    """Cosine similarities of the rows of g [M, P]: float64 [M, M], symmetric, NaN for zeros."""
-    products = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
-    for part in g.float().split(2**11, dim=1):  # short float32 sums, added up in float64
-        products += part @ part.T
-    products = (products + products.T) / 2  # so that ties are ties, in spite of rounding
-    length = products.diagonal().sqrt()
-    return products / (length[:, None] * length)
-
-
-def largest_similarity(similarity: Tensor) -> Tensor:
-    """S*_i = max over j != i of similarity [M, M]: [M] (Algorithm 1, lines 2 to 9)."""
-    itself = torch.eye(len(similarity), dtype=torch.bool, device=similarity.device)
-    return similarity.masked_fill(itself, -torch.inf).amax(1)
+def lengths(g: Tensor) -> Tensor:
+    """The lengths of the rows of g [M, P]: float64 [M]."""
+    return torch.stack([torch.linalg.vector_norm(row, dtype=torch.float64) for row in g.detach()])
 
 
 def usable_rows(g: Tensor) -> Tensor:
     """The rows of g [M, P] that have a direction, int64: those that are finite and not zero."""
-    squares = torch.linalg.vector_norm(g, dim=1).square()  # their products must be finite, too
-    return torch.nonzero((squares > 0) & torch.isfinite(squares)).flatten()
+    length = lengths(g)
+    return torch.nonzero((length > 0) & torch.isfinite(length)).flatten()
+
+
+def cosines(g: Tensor) -> Tensor:
+    """Cosines of the rows of g [M, P]: float64 [M, M], symmetric. NaN for rows without a direction.
+
+    Algorithm 1, lines 2 to 5.
+    """
+    length = lengths(g)[:, None]
+    similarity = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
+    for part in g.detach().split(2**11, dim=1):  # in blocks, because a copy of g would be large
+        part = (part.double() / length).float()  # short float32 sums, added up in float64
+        similarity += part @ part.T
+    return (similarity + similarity.T) / 2  # so that ties are ties, in spite of rounding
+
+
+def largest_similarity(similarity: Tensor) -> Tensor:
+    """S*_i = max over j != i of similarity [M, M]: [M] (Algorithm 1, lines 6 to 9)."""
+    itself = torch.eye(len(similarity), dtype=torch.bool, device=similarity.device)
+    return similarity.masked_fill(itself, -torch.inf).amax(1)
 
 
 def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
@@ -58,43 +67,45 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
              pass weights
     largest  takes the largest S*_i instead, which is MaxSim
 
-    Ties go to the smaller index. Updates that are zero or not finite are never selected. Raises
-    ValueError if g is not a matrix, or has fewer than k usable rows.
+    The loop in Algorithm 1, `while |I| <= K`, ends with K + 1 clients; we follow equation 16. Two
+    clients that are each other's most similar client have the same S*_i, and ties go to the smaller
+    index. Updates that are zero or not finite are never selected. Raises ValueError if g is not a
+    matrix, or has fewer than k usable rows.
     """
-    if g.dim() != 2:
+    if g.dim() != 2 or not len(g):
         raise ValueError(f"g must be [clients, parameters], not {tuple(g.shape)}")
     usable = usable_rows(g)
     if not 1 <= k <= len(usable):
         raise ValueError(f"k = {k}: choose between 1 and the {len(usable)} usable updates")
-    score = largest_similarity(cosines(g[usable]))
+    score = largest_similarity(cosines(g)[usable][:, usable])
     return usable[score.sort(stable=True, descending=largest).indices[:k]].sort().values
 
 
 # ---------------------------------------------------------------- copied from convex_hull_select.py
 
 
-def principal_components(g: Tensor, dim: int, scale: bool = False) -> Tensor:
-    """The rows of g [M, P] along their first principal components: float64 [M, up to dim], CPU.
+def principal_components(g: Tensor, rows: Tensor, dim: int, scale: bool = False) -> Tensor:
+    """These n rows of g [M, P] along their first principal components: float64 [n, up to dim], CPU.
 
-    scale  first scales the rows to unit length
+    scale  first scales the rows to unit length; else the unit is the length of the longest row
+
+    In n - 1 or more dimensions normally all n points are vertices, and quickhull cannot run in a
+    million dimensions anyway. So we project, which decides who is a vertex. Section IV-B2 speaks of
+    the stored gradients, section V of "cosine similarity to construct the convex hull".
 
     Fewer columns are returned if the rows span fewer dimensions. Components with very small
     variance count as rounding errors.
     """
-    products = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
-    for part in g.float().split(2**11, dim=1):  # short float32 sums, added up in float64
-        products += part @ part.T
-    gram = products.cpu()
-    if scale:
-        length = gram.diagonal().sqrt()
-        gram = gram / (length[:, None] * length)
-    size = gram.diagonal().mean().item()
-    # the products of the centred rows
-    gram = gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()
-    values, vectors = torch.linalg.eigh(gram)
-    values, vectors = values.flip(0), vectors.flip(1)
-    spanned = int((values > 1e-5 * size).sum())  # smaller values are the rounding of float32
-    return (vectors * values.clamp(min=0).sqrt())[:, : min(dim, spanned)]
+    n, length = len(rows), lengths(g)[rows, None]
+    unit = length if scale else length.max()
+    gram = torch.zeros(n, n, dtype=torch.float64, device=g.device)
+    for part in g.detach().split(2**11, dim=1):  # in blocks, because a copy of g would be large
+        part = part[rows].double() / unit
+        part = (part - part.mean(0)).float()  # short float32 sums, added up in float64
+        gram += part @ part.T
+    values, vectors = eigh(gram.cpu(), subset_by_index=[max(0, n - dim), n - 1])
+    kept = values > 1e-12 * n + 1e-6 * values[-1]  # less is the rounding of g, or of the products
+    return torch.from_numpy(vectors[:, kept] * values[kept] ** 0.5).flip(1)  # the largest first
 
 
 def vertices_of(points: Tensor) -> Tensor:
@@ -113,17 +124,19 @@ def hull_vertices(g: Tensor, dim: int, scale: bool = False) -> Tensor:
     dim    principal components in which the hull is built, 1 to 8
     scale  first scales the updates to unit length
 
+    If the points span fewer dimensions, the hull is built in the dimensions that they span. Of
+    several clients at one point, one is selected, and the first client if all share one point.
     Updates that are zero or not finite are never selected. Raises ValueError if g is not a matrix,
     if no row is usable, or if dim is not in 1 to 8.
     """
-    if g.dim() != 2 or not 1 <= dim <= 8:
+    if g.dim() != 2 or not len(g) or not 1 <= dim <= 8:
         raise ValueError(
             f"g must be [clients, parameters], not {tuple(g.shape)}; dim 1 to 8, not {dim}"
         )
     usable = usable_rows(g)
     if not len(usable):
         raise ValueError(f"none of the {len(g)} updates is usable: they are zero or not finite")
-    vertices = vertices_of(principal_components(g[usable], dim, scale))
+    vertices = vertices_of(principal_components(g, usable, dim, scale))
     return usable[vertices.to(usable.device)]
 
 
