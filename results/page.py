@@ -62,7 +62,7 @@ def worth(rows, p):
     for c in rows:
         name, baseline = c.label.split(", not ")
         methods.setdefault(name, []).append((c, f"{bounds(c)} {baseline}"))
-    lines = [["method", "worth using?", "what we saw at the end, in points (95 %)"]]
+    lines = [["method", "worth using?", "what we saw at the end, in points of accuracy (95 %)"]]
     for name, found in methods.items():
         of_method, saw = zip(*found, strict=True)
         last = of_method[-1]
