@@ -2,9 +2,9 @@ import itertools
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
-import subprocess
 import sys
 from argparse import Namespace
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, outcome, read_rows, settings
+from helpers import outcome, read_rows, settings
 from matplotlib.figure import Figure
 from scipy.stats import ttest_rel
 
@@ -407,12 +407,14 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(start, launched, monkeypatch,
     assert code == 130 and lines[-1] == f"fedavg.py: {says}"
 
 
-def test_from_the_shell(tmp_path):
-    words = [sys.executable, ROOT / "uefl.py", "--dataset", "nope"]
-    end = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    assert end.returncode == 2 and end.stdout == "" and len(end.stderr.splitlines()) == 1
-    assert end.stderr.startswith("uefl.py: --dataset nope: choose from")
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("method", CUTS)
+def test_each_file_is_a_program(method, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [method.__file__, "--dataset", "nope"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(method.__file__, run_name="__main__")
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and out == "" and len(err.splitlines()) == 1
+    assert err.startswith(f"{method.__name__}.py: --dataset nope: choose from")
 
 
 # -------------------------------------------------------------------------------------------- flags

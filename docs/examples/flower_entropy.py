@@ -1,13 +1,14 @@
 """Entropy weighting in Flower: clients with many kinds of labels count more in the server's mean.
 
     pip install "flwr[simulation]"       (written for Flower 1.41)
-    python flower_entropy.py             simulates six nodes
+    flwr run . --stream --federation-config num-supernodes=6
+
+The second command simulates six nodes, and needs the names of this file in pyproject.toml.
 
 Each client sends its label entropy H_i with its weights, and never its label counts. The server
 weights each client that answered by exp(H_i), divided by the sum over these clients, while the
-evaluation still weights by `num-examples`. Replace `samples_of` and `new_model` by your own. In a
-project for `flwr run`, name `server_app` and `client_app` in pyproject.toml. The server believes
-the entropies that the clients send.
+evaluation still weights by `num-examples`. Replace `samples_of` and `new_model` by your own. The
+server believes the entropies that the clients send.
 """
 
 import logging
@@ -19,7 +20,6 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
-from flwr.simulation import run_simulation
 from torch import Tensor
 
 # ----------------------------------------------------------------- copied from entropy_weighting.py
@@ -123,7 +123,3 @@ server_app = ServerApp()
 def main(grid, context):
     strategy = EntropyWeighting(min_train_nodes=6)
     strategy.start(grid, ArrayRecord(new_model().state_dict()), num_rounds=5)
-
-
-if __name__ == "__main__":
-    run_simulation(server_app, client_app, num_supernodes=6)

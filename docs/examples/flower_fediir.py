@@ -1,7 +1,9 @@
 """FedIIR in Flower: before training, the server asks for the gradients of the classifiers.
 
     pip install "flwr[simulation]"       (written for Flower 1.41)
-    python flower_fediir.py              simulates six nodes
+    flwr run . --stream --federation-config num-supernodes=6
+
+The second command simulates six nodes, and needs the names of this file in pyproject.toml.
 
 Each round has two exchanges. The server first averages the classifiers' gradients into the global
 gradient, and then sends it with the weights, so that the nodes train with fediir_loss. A node that
@@ -20,7 +22,6 @@ from flwr.app import Array, ArrayRecord, Message, MessageType, MetricRecord, Rec
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
-from flwr.simulation import run_simulation
 from torch import Tensor
 
 # ---------------------------------------------------------------------------- copied from fediir.py
@@ -194,7 +195,3 @@ server_app = ServerApp()
 def main(grid, context):
     strategy = FedIIR(gamma=0.01, ema=0.95, min_train_nodes=6)
     strategy.start(grid, ArrayRecord(new_model().state_dict()), num_rounds=5)
-
-
-if __name__ == "__main__":
-    run_simulation(server_app, client_app, num_supernodes=6)

@@ -1,7 +1,9 @@
 """Minimax or hull selection in Flower: train the nodes for whom no other can stand in.
 
     pip install "flwr[simulation]"       (written for Flower 1.41)
-    python flower_selection.py           simulates six nodes
+    flwr run . --stream --federation-config num-supernodes=6
+
+The second command simulates six nodes, and needs the names of this file in pyproject.toml.
 
 The server keeps the latest update of each node: w before training minus w after it, of the
 parameters only. A node without one trains once to enter the table, so round 1 trains everybody and
@@ -13,7 +15,6 @@ min_train_nodes have no effect. Replace `samples_of` and `new_model` by your own
 """
 
 import logging
-import time
 
 import torch
 import torch.nn as nn
@@ -22,7 +23,7 @@ from flwr.app import ArrayRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
-from flwr.simulation import run_simulation
+from flwr.serverapp.strategy.strategy_utils import sample_nodes
 from scipy.linalg import eigh
 from scipy.spatial import ConvexHull
 from torch import Tensor
@@ -191,8 +192,9 @@ class UpdateSelection(FedAvg):
         return [known[row] for row in rows.tolist()]
 
     def configure_train(self, server_round, arrays, config, grid):
-        while len(nodes := sorted(grid.get_node_ids())) < self.min_available_nodes:
-            time.sleep(1)
+        # Draws none, but waits for enough nodes and says so in Flower's log
+        _, connected = sample_nodes(grid, self.min_available_nodes, 0)
+        nodes = sorted(connected)
         self.w, self.selected = self.flat(arrays), self.select(nodes)
         config["server-round"] = server_round
         content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
@@ -271,7 +273,3 @@ def main(grid, context):
     names = [name for name, _ in model.named_parameters()]
     strategy = UpdateSelection(names, k=2, min_available_nodes=6)
     strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=5)
-
-
-if __name__ == "__main__":
-    run_simulation(server_app, client_app, num_supernodes=6)
