@@ -106,14 +106,15 @@ def logits_by_hand(model, theta, data, samples):
 
 
 def sgd_by_hand(args, data, model, theta, samples, t, k):
-    """Local training by its definition: a step p <- p - lr grad for each batch of each epoch."""
-    rng = random_at(args.seed, "batches", t, k)
+    """Local training by its definition: v <- momentum v + grad, then theta <- theta - lr v."""
+    rng, v = random_at(args.seed, "batches", t, k), 0
     for _ in range(args.local_epochs):
         order = samples[torch.from_numpy(rng.permutation(len(samples)))]
         for batch in order.split(args.batch_size):
             loss = F.cross_entropy(logits_by_hand(model, theta, data, batch), data.y[batch])
             gradients = torch.autograd.grad(loss, list(model.parameters()))
-            theta = theta - args.lr * torch.cat([g.flatten() for g in gradients])
+            v = args.momentum * v + torch.cat([g.flatten() for g in gradients])
+            theta = theta - args.lr * v
     return theta
 
 
