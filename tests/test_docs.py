@@ -4,10 +4,12 @@ import ast
 import doctest
 import importlib
 import re
+from importlib.util import find_spec
 
 import pytest
-from helpers import METHODS, ROOT, read_rows
+from helpers import METHODS, ROOT, make_tiny, read_rows
 
+import common.data
 from common.runner.measures import MEASURES
 from docs import lines
 
@@ -78,6 +80,18 @@ def test_the_toy_prints_what_the_page_shows(page):
     found, report = toy(page), []
     assert PAGES[page].count("\n>>> ") == len(found.examples), "a block of the toy begins with >>>"
     assert doctest.DocTestRunner().run(found, out=report.append).failed == 0, "".join(report)
+
+
+def test_the_code_of_the_page_about_python_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(common.data, "load", lambda *args: make_tiny())
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGES["python"], re.S):
+        if "pandas" not in block or find_spec("pandas"):
+            exec(block, names)
+    found = [read_rows(tmp_path / f"runs/alpha{alpha}")[-1] for alpha in (0.1, 1, 10)]
+    expected = [float(row["ood_accuracy"]) for row in found]
+    assert names["accuracies"] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("method", METHODS)
