@@ -1,6 +1,5 @@
 """What a reader relies on: the papers' lines stand in the code, and docs/ shows it as it is."""
 
-import ast
 import doctest
 import importlib
 import re
@@ -21,28 +20,13 @@ SNIPPETS = [
 ]
 
 
-def numbers(text):
-    """The numbers in "4", "5, 13" or "8 to 10"."""
-    spans = (part.split(" to ") for part in re.findall(r"\d+(?: to \d+)?", text))
-    return {n for first, *last in spans for n in range(int(first), int((last or [first])[0]) + 1)}
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_every_line_of_the_papers_listing_has_its_place_in_the_code(method):
-    """The table in the docstring and the comments, such as `# lines 5, 7 to 9`, name the same."""
-    source = (ROOT / f"{method}.py").read_text()
-    docstring = ast.get_docstring(ast.parse(source))
-    table = {int(n) for n in re.findall(r"^ {4} ?(\d+) {2,}\S", docstring, re.M)}
-    comments = re.findall(r"(?i)# lines? (\d(?:, | and | to |\d)*)", source.split('"""', 2)[2])
-    marked = set().union(*map(numbers, comments))
-    assert len(table) >= 6
-    assert table <= marked, f"{method}.py has no comment for lines {sorted(table - marked)}"
-
-
-@pytest.mark.parametrize("method", [name for name in METHODS if lines.MARK in PAGES[name]])
 def test_a_page_shows_the_papers_lines_beside_the_code(method):
-    assert lines.build(method, PAGES[method]) == PAGES[method], "run python docs/lines.py"
-    assert PAGES[method].count(f"](../{method}.py#L") >= 6
+    """So each line of the listing in the docstring has a comment, such as `# line 9`."""
+    page = PAGES[method]
+    assert lines.MARK in page, f"docs/{method}.md has no {lines.MARK}"
+    assert lines.build(method, page) == page, "run python docs/lines.py"
+    assert page.count(f"](../{method}.py#L") >= 6
 
 
 def dense(code):
