@@ -143,7 +143,7 @@ def local_training_by_hand(args, data, model, theta, samples, t, k, g):
 
 
 def test_three_rounds_are_algorithm_1_by_hand(start):
-    words = CUT + "--rounds 3 --gamma 2 --ema 0.5 --server-lr 0.8 --no-compare --out run"
+    words = CUT + "--rounds 3 --gamma 2 --ema 0.7 --server-lr 0.8 --no-compare --out run"
     folder, args = start(fediir, words) / "run", parsed(fediir, words)
     data, clients, model = setup.assemble(args)
     theta, g = get_weights(model), 0.0
@@ -152,7 +152,7 @@ def test_three_rounds_are_algorithm_1_by_hand(start):
         held = [clients.train[k] for k in selected]
         found = torch.stack([gradient_by_hand(model, theta, data, part)[1] for part in held])
         mean = found.mean(0)
-        g = 0.5 * g + 0.5 * mean
+        g = 0.7 * g + 0.3 * mean
         ends = [
             local_training_by_hand(args, data, model, theta, part, t, k, g)
             for k, part in zip(selected, held, strict=True)
