@@ -70,6 +70,7 @@ def client_codewords(model, batches, autocast, size, rng):
     with autocast():
         segments = torch.cat([model.encode(x).reshape(-1, width) for x, _ in batches]).double()
     with warnings.catch_warnings(action="ignore"):  # if segments are equal, codewords may be equal
+        # k-means++ and ten steps, on the segments of all training samples
         centroids, _ = kmeans2(segments.cpu().numpy(), size, minit="++", rng=rng)  # line 9
     return torch.from_numpy(centroids).to(segments.device, torch.float32).flatten()
 
@@ -100,8 +101,8 @@ def extend(args, clients, trainer, model, theta, allowed, grown, t):
 class UEFL(nn.Module):
     """Encoder, codebook and classifier, without a codebook FedAvg's.
 
-    token_norm  a layer norm without parameters follows the encoder. It is ours: tokens after ReLUs
-                point in similar directions, and would use few of the Gaussian codewords
+    token_norm  a layer norm without parameters follows the encoder, in FedAvg, too. It is ours:
+                tokens after ReLUs point in similar directions, and would use few codewords
     """
 
     def __init__(self, features: nn.Module, codebook, classifier: nn.Module, token_norm: bool):
@@ -139,7 +140,7 @@ class ExtensibleCodebook(nn.Module):
         if dim % segments:
             raise ValueError(f"tokens of {dim} channels cannot be cut into {segments} segments")
         self.segments, self.commitment, self.beta = segments, commitment, beta
-        self.codewords = nn.Parameter(torch.randn(size, dim // segments))  # line 2
+        self.codewords = nn.Parameter(torch.randn(size, dim // segments))  # line 2, a Gaussian
 
     def forward(
         self, tokens: Tensor, allowed: Tensor | None = None
@@ -161,14 +162,16 @@ class ExtensibleCodebook(nn.Module):
             raise ValueError(f"allowed must be bool [{v}] with at least one True")
         with torch.autocast(tokens.device.type, enabled=False):
             z = tokens.to(self.codewords.dtype).reshape(-1, self.codewords.shape[1])
-            with torch.no_grad():
+            with torch.no_grad():  # |z - c|^2 = |z|^2 - 2 z.c + |c|^2, without the first term
                 centre = z.mean(0)  # the new origin, so that large numbers do not cancel
-                distances = torch.cdist(z - centre, self.codewords[usable] - centre)
+                words = self.codewords[usable] - centre
+                distances = torch.addmm((words**2).sum(1), z - centre, words.T, alpha=-2)
                 indices = usable[distances.argmin(1)]  # line 13, equation 4
             c = self.codewords[indices]
-            # Means over all numbers, and a weight for the first term, come from the authors' code
+            # The means over all numbers and both weights are those of the authors' code
             loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
             loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
+            # As in VQ-VAE, the task's gradient for c goes to z; codewords learn from L_code alone
             straight_through = z + (c - z).detach()
         indices = indices.view(*tokens.shape[:-1], self.segments)
         return straight_through.view(tokens.shape), loss, indices
@@ -189,11 +192,11 @@ def client_update(model, theta, batches, optimizer, autocast, allowed):
     total, samples = 0.0, 0
     for x, y in batches:
         with autocast():
-            logits, code_loss = model(x, allowed)  # lines 12 to 15
+            logits, code_loss = model(x, allowed)
             task_loss = F.cross_entropy(logits, y)  # line 16
             loss = code_loss + task_loss  # line 17
         optimizer.zero_grad()
-        loss.backward()  # as in VQ-VAE, past the choice of the nearest codeword
+        loss.backward()
         optimizer.step()  # line 17
         total += len(y) * loss.detach()
         samples += len(y)
@@ -208,7 +211,7 @@ def average_codewords(before: Tensor, codewords: Tensor, sizes: Tensor, allowed:
     sizes      n_k, numbers of any type [K]
     allowed    bool [K, V], true if client k may use codeword v
 
-    Section 3.2 says "across the clients that utilize" a codeword.
+    Section 3.2 has "the clients that utilize" it, by which we understand those that may use it.
     """
     codewords = torch.where(allowed[:, :, None], codewords, 0)  # 0 times NaN would be NaN
     exact = torch.promote_types(codewords.dtype, torch.float32)
@@ -244,13 +247,13 @@ def client_evaluation(model, batches, autocast, passes, allowed=None):
     """Line 22 for one client: its uncertainty e_k, and for the log accuracy and perplexity, [3].
 
     e_k is the mean entropy of its held-out samples, whose labels it does not need. The perplexity
-    is exp(entropy) of how often each codeword is used.
+    is exp(entropy) of how often each codeword is used. Dropout stands before the linear layers.
     """
     model.classifier.train()  # so that dropout stays on
     entropies, hits, indices = [], [], []
     for x, y in batches:
         with autocast():
-            c, _, index = model.codebook(model.encode(x), allowed)  # once, as it has no dropout
+            c, _, index = model.codebook(model.encode(x), allowed)  # once for all passes
             logits = torch.stack([model.classifier(c.mT) for _ in range(passes)])
         p = logits.float().softmax(2)  # [passes, N, C]
         entropies.append(predictive_entropy(p))
@@ -266,7 +269,7 @@ def evaluate(args, clients, trainer, model, theta, allowed, t):
     """Line 22: the uncertainties e [K]. Beside them a dict, the columns of metrics.csv."""
     measure = partial(trainer.map, client_evaluation, model, theta, t=t, passes=args.passes)
     measured = measure(clients.ids, clients.test, per_client={"allowed": allowed})
-    e, accuracies, perplexities = measured.T.cpu()  # line 22
+    e, accuracies, perplexities = measured.T.cpu()
     measures = {"uncertainties": e, "accuracies": accuracies, "codewords": allowed.sum(1)}
     measures["id_accuracy"] = overall(accuracies, clients.test[: len(e)])
     measures["mA"], measures["mE"] = accuracies.mean(), e.mean()
@@ -311,7 +314,7 @@ def federate(args):
     In the listing, lines 8 to 10 stand in the loop over rounds, while sections 3.1 and 3.2 add
     codewords once per iteration, as we do: at its end, for the clients that are uncertain then.
     """
-    clients, model, trainer, run = build(args)  # lines 1, 2
+    clients, model, trainer, run = build(args)
     ids, v, state = clients.ids, args.codebook_size, run.state
     theta = state.get("theta", train.get_weights(model))  # line 2
     e = state.get("e", torch.zeros(len(ids)))  # line 3
@@ -321,7 +324,7 @@ def federate(args):
 
     for iteration in range(state.get("iteration", 1), args.iterations + 1):  # line 4
         for t in run.rounds(args.rounds + (iteration - 1) * args.later_rounds):  # lines 5, 23
-            # Line 7: all silos, and with another --partition --sample of the clients
+            # Line 7: all silos. With another --partition, --sample says how many of the clients
             selected = splits.draw(ids, clients.sample, random_at(args.seed, "select", t))
             # Line 19: ids, weights [k, P] and losses of the clients whose upload is finite
             trained, thetas, losses = trainer.train(
@@ -331,15 +334,14 @@ def federate(args):
             theta = average(model.codebook, theta, thetas, n, allowed[trained])  # line 20
             loss, measures = n / n.sum() @ losses, {}
             if run.evaluate_now:  # as in the last round of an iteration, whose e counts
-                e, measures = evaluate(args, clients, trainer, model, theta, allowed, t)
+                e, measures = evaluate(args, clients, trainer, model, theta, allowed, t)  # line 22
             state = {"theta": theta, "e": e, "allowed": allowed, "iteration": iteration}
-            measures |= {"train_loss": loss, "iteration": iteration}
-            run.record(t, state, selected=trained, **measures)
+            run.record(t, state, selected=trained, train_loss=loss, iteration=iteration, **measures)
         if not v or iteration == args.iterations:
             break
         grown = ids[uncertain(e, args.gamma).cpu()]  # line 8
         if not len(grown):  # line 24
-            print(f"{args.name}: training ends, as no client is above the threshold of line 24")
+            print(f"{args.name}: training ends, because no client is above the threshold")
             break
         theta, allowed = extend(args, clients, trainer, model, theta, allowed, grown, run.t)
     run.draw("uncertainties", args.gamma)
@@ -347,14 +349,15 @@ def federate(args):
 
 
 # fmt: off
-# The example on glyphs is ours, with silos as in table 13. tf32: bfloat16 may cost UEFL a point
-# (results/README.md).
+# The example on glyphs is ours, with silos as in table 13. In the paper VGG16 and ResNet-18 are
+# pretrained, here with --pretrained only. VGG16 has the batch norm that table 11's count implies.
 PAPER = {
     "partition": "silos", "rotate": [0, -50, 120], "silos": [3, 3, 3],  # section 4
     "codebook_size": 64, "gamma": 0.1,  # section 4
     "rounds": 40, "later_rounds": 20, "model": "resblocks",  # appendix H, section 4, section 4
-    "optimizer": "adam", "lr": 1e-4, "batch_size": 1024, "local_epochs": 20,  # the authors' code
-    "precision": "tf32",
+    # The authors' code. Adam starts anew in each round, which is our choice
+    "optimizer": "adam", "lr": 1e-4, "batch_size": 1024, "local_epochs": 20,
+    "precision": "tf32",  # on a CPU float32, in which all our results were measured
 }
 GLYPHS = {
     "silos": [3, 1, 1], "silo_size": 1000, "model": "cnn", "width": 0.25, "codebook_size": 6,

@@ -35,7 +35,7 @@ class ExtensibleCodebook(nn.Module):
         if dim % segments:
             raise ValueError(f"tokens of {dim} channels cannot be cut into {segments} segments")
         self.segments, self.commitment, self.beta = segments, commitment, beta
-        self.codewords = nn.Parameter(torch.randn(size, dim // segments))  # line 2
+        self.codewords = nn.Parameter(torch.randn(size, dim // segments))  # line 2, a Gaussian
 
     def forward(
         self, tokens: Tensor, allowed: Tensor | None = None
@@ -57,14 +57,16 @@ class ExtensibleCodebook(nn.Module):
             raise ValueError(f"allowed must be bool [{v}] with at least one True")
         with torch.autocast(tokens.device.type, enabled=False):
             z = tokens.to(self.codewords.dtype).reshape(-1, self.codewords.shape[1])
-            with torch.no_grad():
+            with torch.no_grad():  # |z - c|^2 = |z|^2 - 2 z.c + |c|^2, without the first term
                 centre = z.mean(0)  # the new origin, so that large numbers do not cancel
-                distances = torch.cdist(z - centre, self.codewords[usable] - centre)
+                words = self.codewords[usable] - centre
+                distances = torch.addmm((words**2).sum(1), z - centre, words.T, alpha=-2)
                 indices = usable[distances.argmin(1)]  # line 13, equation 4
             c = self.codewords[indices]
-            # Means over all numbers, and a weight for the first term, come from the authors' code
+            # The means over all numbers and both weights are those of the authors' code
             loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
             loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
+            # As in VQ-VAE, the task's gradient for c goes to z; codewords learn from L_code alone
             straight_through = z + (c - z).detach()
         indices = indices.view(*tokens.shape[:-1], self.segments)
         return straight_through.view(tokens.shape), loss, indices
@@ -103,7 +105,7 @@ def average_codewords(before: Tensor, codewords: Tensor, sizes: Tensor, allowed:
     sizes      n_k, numbers of any type [K]
     allowed    bool [K, V], true if client k may use codeword v
 
-    Section 3.2 says "across the clients that utilize" a codeword.
+    Section 3.2 has "the clients that utilize" it, by which we understand those that may use it.
     """
     codewords = torch.where(allowed[:, :, None], codewords, 0)  # 0 times NaN would be NaN
     exact = torch.promote_types(codewords.dtype, torch.float32)
