@@ -15,7 +15,6 @@ inside the hull, or near it.
      6          w_t^i = LocalSolver(w_t, S_i, eta)                       train.local_solver
      7          g_t^i = w_t - w_t^i                                      federate
      9      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                federate
-        (section IV-B: the table keeps g_t^i for i in I_t)               federate
 
 For line 4 see minimax_select.py. Lines 8 and 10 only end a loop. M clients participate. Two choices
 change the result most: the space of the hull (principal_components), and how many of its vertices
@@ -150,9 +149,8 @@ def federate(args):
         run.record(t, {"w": w, "table": table}, selected=trained, **measures)
 
     usable = usable_rows(table)
-    plane = principal_components(table, usable, 2, args.unit_length)
-    vertices = hull_vertices(table, args.hull_dim, args.unit_length)
-    run.draw("hull", usable.cpu(), plane, vertices.cpu())
+    points = principal_components(table, usable, args.hull_dim, args.unit_length)
+    run.draw("hull", usable.cpu(), points, usable.cpu()[vertices_of(points)])
     return run.finish(model, w)
 
 

@@ -15,7 +15,6 @@ smallest, since nobody else can stand in for them.
      6          w_t^i = LocalSolver(w_t, S_i, eta)                       train.local_solver
      7          g_t^i = w_t - w_t^i                                      federate
      9      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                federate
-        (section IV-B: the table keeps g_t^i for i in I_t)               federate
 
 Algorithm 1 is MinimaxSim. Its lines 2 to 5 compare the rows of the table, which the paper calls
 g_s^i: cosines. Lines 6 to 9 look up S*_i = max over j != i of cos(g^i, g^j): largest_similarity.
@@ -155,7 +154,7 @@ def own_flags(add) -> None:
 
 def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
-    # Table 1's other baselines: fedavg.py --weighting equal, with power_of_choice or --sample M
+    # Table 1's others: fedavg.py --weighting equal, with --selection power_of_choice or --sample M
     baselines = {"random": {"selection": "random"}}
     prediction = (
         "nobody is like a client whose class only it has, so minimax selection trains these "

@@ -10,6 +10,7 @@ from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -362,6 +363,24 @@ def test_what_a_copy_records_is_converted_or_refused_in_the_first_round(
     next(run.rounds(1))
     with pytest.raises(UserError, match="something else than numbers and tensors"):
         run.record(1, {"mean": np.float64(0.5)})
+
+
+def test_checkpoints_take_at_most_a_hundredth_of_the_time(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, clock, saves = new_run(tiny), [1000.0], []
+
+    def write(file):
+        clock[0] += 2
+        saves.append(run.t)
+        file.touch()
+
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(run, "_write_checkpoint", write)
+    for t in run.rounds(100):
+        clock[0] += 10
+        run.record(t, {})
+    assert saves[0] == 1 and 5 <= len(saves) <= 7
+    assert np.diff(saves).min() >= 19
 
 
 @pytest.mark.parametrize("changed", ["typed", "rounds", "data", "code"])

@@ -199,35 +199,49 @@ def times_selected(axes: Axes, run) -> None:
 
 
 def similarity(run, cosines: Tensor) -> None:
-    """The cosines of the clients' latest updates [M, M], and how often each was selected."""
+    """How similar each client's latest update is to the others', and how often it was selected.
+
+    cosines  of the updates [M, M]
+    """
     itself = torch.eye(len(cosines), dtype=torch.bool)
+    others = cosines.masked_fill(itself, torch.nan).numpy()
+    colours, ids = group_colours(run.clients), np.arange(len(cosines))
     with drawn(run.folder / "similarity.png", 7.6, 4.2) as figure:
-        left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
-        heat(left, cosines.masked_fill(itself, torch.nan), "viridis", low=None)
-        left.invert_yaxis()
-        left.set(title="cosine similarity of the clients' latest updates")
-        left.set(xlabel="client", ylabel="client")
+        left, right = figure.subplots(1, 2, width_ratios=[1.6, 1], sharey=True)
+        left.plot(others, ids, "|", color="0.85", ms=3)
+        largest = cosines.masked_fill(itself, -torch.inf).amax(1).numpy()
+        left.scatter(
+            largest, ids, s=22, color=[colours[run.clients.groups[k]] for k in ids], zorder=3
+        )
+        left.set(
+            title="cosine similarity of a client's update to those\nof the others (dot: largest)"
+        )
+        left.set(xlabel="cosine similarity", ylabel="client")
         times_selected(right, run)
 
 
 def hull(run, known: Tensor, points: Tensor, vertices: Tensor) -> None:
-    """The clients' latest updates, as points in a plane, and how often each was selected.
+    """The clients' latest updates with their hull, as a shadow in a plane; how often each trained.
 
     known     the ids of the clients with an update, int64 [n]
-    points    their first two principal components [n, up to 2]
-    vertices  the ids of those on the hull; in the plane, some of them lie inside the drawn hull
+    points    their principal components, in which the hull was built [n, dim]
+    vertices  the ids of those on the hull
     """
-    xy = np.zeros((len(points), 2))
-    xy[:, : points.shape[1]] = points.numpy()
+    xy, dim = np.zeros((len(points), 2)), points.shape[1]
+    xy[:, :dim] = points[:, :2].numpy()
     colours, groups = group_colours(run.clients), run.clients.groups
+    colour = np.array([colours.get(groups[k], "0.6") for k in known])
     on_hull = np.isin(known.numpy(), vertices.numpy())
     with drawn(run.folder / "hull.png", 7.6, 4.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
-        if np.linalg.matrix_rank(xy - xy.mean(0)) == 2:
-            left.fill(*xy[ConvexHull(xy).vertices].T, fc="0.95", ec="0.6", lw=0.8, zorder=0)
-        left.scatter(*xy.T, s=26, color=[colours.get(groups[k], "0.6") for k in known])
-        left.scatter(*xy[on_hull].T, s=60, color="none", ec="black", zorder=3)
-        left.set(title="the clients' latest updates in a plane\nblack circle: a corner of the hull")
+        if dim > 1:
+            for face in ConvexHull(points.numpy()).simplices:
+                left.plot(*xy[[*face, face[0]]].T, color="0.8", lw=0.7, zorder=0)
+        left.scatter(*xy[~on_hull].T, s=12, color=colour[~on_hull])
+        left.scatter(*xy[on_hull].T, s=80, color=colour[on_hull], ec="black", zorder=3)
+        left.set(
+            title=f"the clients' latest updates; large: a corner\nof their hull in {dim} dimensions"
+        )
         left.set(xlabel="first principal component", ylabel="second", xticks=[], yticks=[])
         times_selected(right, run)
 

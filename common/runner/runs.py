@@ -51,7 +51,7 @@ class Run:
         for flag in (*MAY_CHANGE, "out", "name", "is_example", "method_rounds"):
             self.facts.pop(flag, None)
         self.started = self.began = time.monotonic()
-        self.saved_at = -SAVE_EVERY  # so that the first round is saved at once
+        self.save_at = 0.0  # the first round is saved at once
         self.bar, self.estimated = None, False
         checkpoint = self.folder / "checkpoint.pt"
         if args.resume and checkpoint.exists():
@@ -146,7 +146,7 @@ class Run:
             self.best = candidate
         self._write("metrics.csv", self._write_rows)
         self.bar.set_postfix_str(_short(row), refresh=False)
-        if time.monotonic() - self.saved_at > SAVE_EVERY:
+        if time.monotonic() > self.save_at:
             self.save()
 
     def _write_rows(self, file: Path) -> None:
@@ -159,8 +159,10 @@ class Run:
 
     def save(self) -> None:
         """Writes the checkpoint."""
+        began = time.monotonic()
         self._write("checkpoint.pt", self._write_checkpoint)
-        self.saved_at = time.monotonic()
+        took = time.monotonic() - began
+        self.save_at = began + SAVE_EVERY * max(1, took / 0.3)  # at most a hundredth of the time
 
     def _write_checkpoint(self, file: Path) -> None:
         checkpoint = {**self.facts, "rows": self.rows, "state": self.state, "best": self.best}
@@ -184,6 +186,7 @@ class Run:
             for file, row in (("model.pt", self.rows[-1]), ("best_id.pt", self.best_row())):
                 print(f"{self.args.name}: {file} is of round {row['round']}, {_short(row)}")
         self._save_model("model.pt", model, theta)
+        self.state = {}  # a table of updates may be large, and the next seed has its own
         return self
 
     def best_row(self) -> dict:
