@@ -128,9 +128,9 @@ def own_flags(add) -> None:
 
 def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
-    label, baselines = args.selection, {"random": {"selection": "random"}}
-    if args.selection == "random" and args.partition == "dirichlet":
-        label = f"alpha {args.dirichlet}"
+    label = "FedAvg" if args.selection == "random" else args.selection
+    baselines = {"FedAvg": {"selection": "random"}}
+    if label == "FedAvg" and args.partition == "dirichlet":
         baselines = {"alpha 1.0": {"dirichlet": 1.0}, "alpha 100.0": {"dirichlet": 100.0}}
     prediction = (
         "if the clients' labels have little in common, because alpha is small, their updates "

@@ -301,11 +301,15 @@ def build(args):
     if base.dim % args.segments:
         raise UserError(f"--segments {args.segments} does not divide a token's {base.dim} channels")
     with seeded(torch.device("cpu"), args.seed, "codebook"):
-        codebook = ExtensibleCodebook(
-            args.codebook_size, base.dim, args.segments, args.commitment, args.beta
-        )
-    model = UEFL(base.features, codebook, base.classifier, args.token_norm)
+        model = build_model(args, base)
     return clients, model.to(trainer.device), trainer, run
+
+
+def build_model(args, base):
+    """Line 2: UEFL's model with the layers of a model of common/models.py."""
+    sizes = args.codebook_size, base.dim, args.segments
+    codebook = ExtensibleCodebook(*sizes, args.commitment, args.beta)
+    return UEFL(base.features, codebook, base.classifier, args.token_norm)
 
 
 def federate(args):

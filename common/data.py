@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import numpy as np
 import torch
@@ -230,9 +231,12 @@ def _decode(files: Sequence[str | Path], image_size: int) -> Tensor:
 
     thread_map(decode, range(len(files)), desc="decoding", unit=" images", leave=False, delay=1)
     if bad:
-        raise UserError(
-            f"repair or remove {len(bad)} of {len(files)} images: {'; '.join(sorted(bad)[:3])}"
-        )
+        shown = "; ".join(sorted(bad)[:3])
+        if len(bad) > 3:
+            with NamedTemporaryFile("w", prefix="unreadable-", suffix=".txt", delete=False) as out:
+                out.write("\n".join(sorted(bad)) + "\n")
+            shown = f"all are listed in {out.name}"
+        raise UserError(f"repair or remove {len(bad)} of {len(files)} images: {shown}")
     return x
 
 

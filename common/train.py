@@ -225,8 +225,8 @@ class Trainer:
         id_accuracy      on the held-out samples of all participating clients together
         id_selected      the same for the clients selected in this round, int64 [K]: Wu et al.'s ID
         ood_accuracy     on clients.tests["ood"], and so on for the other test sets there
-        predicted, hits  how often each class is predicted, and is right, on the OOD samples, or
-                         without these on those of id_accuracy
+        confusion        how many samples of class i are called j, [classes, classes], in the OOD
+                         samples, or without these in those of id_accuracy
         selected_size    mean number of training samples of the selected clients
         rare_selected    which share of them holds a rare class, if there are rare classes
         """
@@ -240,9 +240,8 @@ class Trainer:
         measures = dict(zip(tests, accuracies.tolist(), strict=True))
         shown = [*tests].index("ood_accuracy" if "ood" in clients.tests else "id_accuracy")
         predicted, labels = predictions[shown]
-        measures["predicted"] = torch.bincount(predicted, minlength=self.classes)
-        right = predicted[predicted == labels]
-        measures["hits"] = torch.bincount(right, minlength=self.classes)
+        cells = torch.bincount(labels * self.classes + predicted, minlength=self.classes**2)
+        measures["confusion"] = cells.view(self.classes, self.classes)
         measures["selected_size"] = clients.sizes[selected].mean()
         if "rare" in clients.tests:
             rare = [clients.groups[k] == "one class" for k in selected]

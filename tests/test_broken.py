@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, make_tiny, settings
@@ -15,7 +16,7 @@ from PIL import Image
 import common.data
 import convex_hull_select
 import fedavg
-from common import ranks
+from common import UserError, ranks
 from common.data import Dataset, image_folder
 from common.runner import plots
 from common.splits import deal
@@ -121,6 +122,18 @@ def test_a_run_inside_a_folder_of_images_is_no_data(launched, tmp_path):
     code, said = launched(fedavg, f"{TINY} --dataset pets --out other")
     assert code == 2 and len(said.splitlines()) == 1, said
     assert not (tmp_path / "other").exists()
+
+
+def test_all_images_that_cannot_be_read_are_listed(tmp_path):
+    draw_images(tmp_path / "pets", n=3)
+    bad = sorted((tmp_path / "pets").rglob("[01].png"))
+    for file in bad:
+        file.write_text("no image")
+    with pytest.raises(UserError, match="remove 8 of 12 images: all are listed in ") as error:
+        image_folder(tmp_path / "pets", 8)
+    listed = Path(str(error.value).split()[-1])
+    assert [Path(line.split()[0]) for line in listed.read_text().splitlines()] == bad
+    listed.unlink()
 
 
 def test_one_class_missing_in_one_domain_is_no_mistake(tmp_path):

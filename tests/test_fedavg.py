@@ -88,9 +88,8 @@ def test_without_held_out_samples_only_ood_is_measured(start, capsys):
 
 @pytest.mark.parametrize(("most", "warns"), [(55, True), (54, False)])
 def test_a_model_that_nearly_always_says_the_same_is_named(tiny, capsys, most, warns):
-    clients = Namespace(tests={"ood": tiny.test}, held_out=tiny.train)
-    row = {"predicted": [60 - most, 0, most], "hits": [9, 0, 9]}
-    compare.describe("FedAvg", [Namespace(data=tiny, clients=clients, rows=[row], folder="here")])
+    confusion = torch.tensor([[60 - most, 0, most - 9], [0, 0, 0], [0, 0, 9]])
+    compare.describe("FedAvg", [Namespace(data=tiny, confusion=confusion, folder="here")])
     assert ("here nearly always answers c: " in capsys.readouterr().out) == warns
 
 

@@ -28,6 +28,7 @@ import minimax_select
 import uefl
 from common import UserError, ranks
 from common.runner import compare, flags, plots, runs
+from common.runner.load import load
 from common.splits import deal
 from common.train import Trainer
 
@@ -125,6 +126,7 @@ def test_baselines_are_ordinary_runs_that_anybody_can_start_by_hand(start, metho
     folder = start(method, CUTS[method] + "--out run")
     files = {"args.json", "metrics.csv", "checkpoint.pt", "model.pt"}
     files |= {"partition.png", *MORE_FILES.get(method, [])}
+    files |= set() if method is uefl else {"confusion.csv", "confusion.png"}
     assert {file.name for file in (folder / "run").iterdir()} == {*files, "curves.png"}
     assert {file.name for file in folder.iterdir()} == {
         "run",
@@ -137,6 +139,33 @@ def test_baselines_are_ordinary_runs_that_anybody_can_start_by_hand(start, metho
         assert outcome(baseline) == outcome(hand) != outcome(folder / "run")
         start(method, f"--resume {baseline}")
         assert outcome(baseline) == outcome(hand)
+
+
+@pytest.mark.parametrize("method", [convex_hull_select, uefl])
+def test_the_model_of_any_run_is_loaded_in_one_line(method, whole, tiny):
+    """It answers as the last evaluation says; UEFL's has all codewords, added ones included."""
+    folder = whole(method)
+    model, [*_, last] = load(folder), read_rows(folder)
+    images = tiny.x[tiny.test].float() / 127.5 - 1
+    logits = model(images)[0] if method is uefl else model(images)
+    for name, tensor in torch.load(folder / "model.pt").items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    if method is uefl:
+        assert len(model.codebook.codewords) > 4
+    else:
+        table = np.genfromtxt(folder / "confusion.csv", delimiter=",", skip_header=1)[:, 1:]
+        expected = np.zeros((3, 3))
+        np.add.at(expected, (tiny.y[tiny.test].numpy(), logits.argmax(1).numpy()), 1)
+        assert (table == expected).all()
+        assert [float(n) for n in last["hits"].split()] == expected.diagonal().tolist()
+    with pytest.raises(UserError, match="has no model to load"):
+        load(folder.parent)
+
+
+def test_the_flags_file_has_the_text_for_a_report(whole):
+    about = json.loads((whole(fedavg) / "args.json").read_text())["about"]
+    assert about.startswith("4 of 6 clients participate, with ")
+    assert "4 rounds of 1 local epochs with batches of 16" in about
 
 
 def test_a_run_that_was_stopped_in_its_baseline_goes_on_there(start, start_and_stop, capsys):

@@ -170,7 +170,7 @@ def test_evaluation_uses_the_weights_and_the_test_sets_that_it_is_given(tiny, tr
     assert found["ood_accuracy"] == pytest.approx(share(tiny.test[30:]))
     assert found["rare_accuracy"] == pytest.approx(share(tiny.test[:7]))
     ones = (tiny.y[tiny.test[30:]] == 1).sum().item()
-    assert found["predicted"].tolist() == [0, 30, 0] and found["hits"].tolist() == [0, ones, 0]
+    assert found["confusion"].sum(0).tolist() == [0, 30, 0] and found["confusion"][1, 1] == ones
 
 
 def test_what_map_draws_belongs_to_the_client_and_the_round(tiny, trainer, model):

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from common import UserError, ranks
 from common.runner import plots, table
@@ -137,19 +136,16 @@ def errors(run: Run) -> None:
 
 def describe(name: str, runs: Sequence[Run]) -> None:
     """Prints what the models do at the end, class by class, on the OOD or else the ID samples."""
+    if any(run.confusion is None for run in runs):
+        return
     classes = runs[0].data.classes
-    hits, labels = torch.zeros(len(classes)), torch.zeros(len(classes))
     for run in runs:
-        row = run.rows[-1]
-        if "predicted" not in row:
-            return
-        samples = run.clients.tests.get("ood", run.clients.held_out)
-        labels += torch.bincount(run.data.y[samples], minlength=len(classes))
-        hits += torch.tensor(row["hits"])
-        most, answer = max(zip(row["predicted"], classes, strict=True))
-        if most > 0.9 * len(samples):
+        most, answer = max(zip(run.confusion.sum(0).tolist(), classes, strict=True))
+        if most > 0.9 * run.confusion.sum():
             print(f"{run.folder} nearly always answers {answer}: as good as a constant answer")
-    shares = hits / labels.clamp(min=1)  # a class may have no test image
+    confusion = sum(run.confusion for run in runs)
+    labels = confusion.sum(1)
+    shares = confusion.diagonal() / labels.clamp(min=1)  # a class may have no test image
     right = [f"{c}: {percent(share)}" for c, share in zip(classes, shares, strict=True)]
     print(f"{name}, right in the last round, by class: {', '.join(right[:20])}")
     constant = percent(labels.max() / labels.sum())

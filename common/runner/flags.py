@@ -192,6 +192,8 @@ def parse(
     common = Path(__file__).parent.parent  # without the runner, on which no number depends
     sources = [Path(file), *sorted(common.glob("*.py"))]
     args.code = hashlib.sha1(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    if resume and defaults.get("code") != args.code:
+        raise UserError(f"{resume} belongs to other code: use that, or start a new run")
     return args
 
 

@@ -175,6 +175,22 @@ def weights(run, counts: Tensor, entropies: Tensor, alphas: Mapping[str, Tensor]
         weight.legend(ncols=len(alphas))
 
 
+def confusion(file: Path, counts: Tensor, classes: Sequence[str]) -> None:
+    """Which share of the samples of a class is called what: counts [C, C], a row for each class."""
+    shares = 100 * counts / counts.sum(1, keepdim=True).clamp(min=1)
+    size = min(12.0, 3 + 0.3 * len(classes))
+    with drawn(file, size + 1, size) as figure:
+        axes = figure.subplots()
+        heat(axes, shares, "Greys", "percent of the samples of a class")
+        axes.set(xlabel="answer of the model", ylabel="class")
+        if len(classes) <= 20:
+            axes.set_xticks(range(len(classes)), classes, rotation=90)
+            axes.set_yticks(range(len(classes)), classes)
+            for (i, j), n in np.ndenumerate(counts.numpy()):
+                colour = "white" if shares[i, j] > 50 else "black"
+                axes.text(j, i, n, color=colour, ha="center", va="center", fontsize=7)
+
+
 def group_colours(clients: Clients) -> dict[str, str]:
     """A colour for each group of participating clients. The smallest group stands out."""
     groups = clients.groups[: clients.participating]

@@ -47,6 +47,7 @@ class Run:
         self.args, self.data, self.clients, self.folder = args, data, clients, Path(args.out)
         self.state, self.rows, self.t, self.evaluate_now = {}, [], 0, False
         self.best = None  # the best candidate so far, [P]
+        self.confusion = None  # of the last evaluation, [classes, classes]
         self.facts = {"code": args.code, "data": data.fingerprint(), **vars(args)}
         for flag in (*MAY_CHANGE, "out", "name", "is_example", "method_rounds"):
             self.facts.pop(flag, None)
@@ -57,6 +58,7 @@ class Run:
         if args.resume and checkpoint.exists():
             self._restore(checkpoint, device)
         self.begins_at = self.t
+        self.about = setting(args, clients, len(train.get_weights(model)))
         weights = train.get_weights(model).double().sum().item()
         others = {"round": self.t, "initial weights": weights}
         if self.t:
@@ -73,6 +75,7 @@ class Run:
             if found.get(what) != fact:
                 raise UserError(f"{file} belongs to other {what}: use those, or start a new run")
         self.state, self.rows, self.best = found["state"], found["rows"], found.get("best")
+        self.confusion = found.get("confusion")
         self.t = self.rows[-1]["round"]
         self.started -= self.rows[-1]["seconds"]
 
@@ -102,7 +105,8 @@ class Run:
         if sys.stderr.isatty():  # a batch may take a minute
             Thread(target=self._tick, daemon=True).start()
         if ranks.RANK == 0:
-            about = {"flags": vars(self.args), "python": sys.version.split()[0]}
+            about = {"about": self.about, "flags": vars(self.args), "classes": self.data.classes}
+            about |= {"shape": [*self.data.x.shape[1:]], "python": sys.version.split()[0]}
             about |= {package: version(package) for package in ("torch", "torchvision")}
             write_args(self.folder, {**about, "processes": ranks.COUNT}, self.args.resume)
             plots.partition(self.folder / "partition.png", self.data, self.clients)
@@ -128,17 +132,30 @@ class Run:
             if hours > 2:
                 tqdm.write(f"{self.args.name}: this run will take about {hours:.0f} hours{shorter}")
 
-    def record(self, t: int, state: dict, candidate: Tensor | None = None, **values) -> None:
+    def record(
+        self,
+        t: int,
+        state: dict,
+        candidate: Tensor | None = None,
+        confusion: Tensor | None = None,
+        **values,
+    ) -> None:
         """Ends round t: adds a row to metrics.csv, shows it, and saves from time to time.
 
         state      what the next round and a resumed run need, as numbers and tensors by name
         candidate  weights [P]; those of the first round with the largest id_accuracy are saved as
                    best_id.pt
+        confusion  how many samples of class i are called j, [classes, classes]: the last one is
+                   saved and drawn at the end, and the row has its columns' sums as `predicted`,
+                   and its diagonal as `hits`
         values     the row's other columns, each a number or numbers: tensors, arrays, lists, tuples
 
         Raises UserError if a value is something else, or if a resumed run could not read the state.
         """
         self.state = state
+        if confusion is not None:
+            self.confusion = confusion
+            values |= {"predicted": confusion.sum(0), "hits": confusion.diagonal()}
         row = {"round": t, "seconds": round(time.monotonic() - self.started, 2)}
         row |= {column: _plain(v, column) for column, v in values.items() if v is not None}
         self.rows.append(row)
@@ -166,6 +183,7 @@ class Run:
 
     def _write_checkpoint(self, file: Path) -> None:
         checkpoint = {**self.facts, "rows": self.rows, "state": self.state, "best": self.best}
+        checkpoint["confusion"] = self.confusion
         torch.save(checkpoint, file)
         if self.t == self.begins_at + 1:
             try:
@@ -185,9 +203,21 @@ class Run:
             self._save_model("best_id.pt", model, self.best)
             for file, row in (("model.pt", self.rows[-1]), ("best_id.pt", self.best_row())):
                 print(f"{self.args.name}: {file} is of round {row['round']}, {_short(row)}")
+        if self.confusion is not None:
+            self._write("confusion.csv", self._write_confusion)
+            plots.confusion(self.folder / "confusion.png", self.confusion, self.data.classes)
         self._save_model("model.pt", model, theta)
         self.state = {}  # a table of updates may be large, and the next seed has its own
         return self
+
+    def _write_confusion(self, file: Path) -> None:
+        """Writes confusion.csv: a row for each class, and a column for each that it is called."""
+        classes = self.data.classes
+        with open(file, "w", newline="", encoding="utf-8") as opened:
+            table = csv.writer(opened, lineterminator="\n")
+            table.writerow(["class", *(f"called {name}" for name in classes)])
+            rows = zip(classes, self.confusion.tolist(), strict=True)
+            table.writerows([name, *counts] for name, counts in rows)
 
     def best_row(self) -> dict:
         """The row of the first round with the largest id_accuracy."""
@@ -205,6 +235,20 @@ class Run:
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
         if ranks.RANK == 0:
             write_whole(self.folder / name, write)
+
+
+def setting(args: Namespace, clients: Clients, weights: int) -> str:
+    """What a report has to say about the setting of a run."""
+    m, epochs, batch = clients.participating, args.local_epochs, args.batch_size
+    sizes = clients.sizes[:m].long().tolist()
+    steps = [epochs * -(-n // batch) for n in (min(sizes), max(sizes))]
+    return (
+        f"{m} of {len(clients.train)} clients participate, with {min(sizes)} to {max(sizes)} "
+        f"training samples each (by class: partition.png), and {clients.sample} train per round. "
+        f"The model, {args.model}, has {weights:,} weights. There are {args.rounds} rounds of "
+        f"{epochs} local epochs with batches of {batch}, which are {steps[0]} to {steps[1]} steps "
+        f"of {args.optimizer} per client and round, with learning rate {args.lr:g}."
+    )
 
 
 def write_whole(file: Path, write: Callable[[Path], object]) -> None:

@@ -1,0 +1,33 @@
+"""The trained model of any run, in one line."""
+
+import json
+from argparse import Namespace
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+
+from common import UserError, first_line, models
+
+
+def load(folder: str | Path) -> nn.Module:
+    """The model of the run in this folder, with the weights of model.pt, in evaluation mode.
+
+    With --pretrained, the file of those weights must still be there. Raises UserError if the folder
+    has no model.
+    """
+    try:
+        about = json.loads((Path(folder) / "args.json").read_text())
+        args, shape, classes = Namespace(**about["flags"]), about["shape"], about["classes"]
+        weights = torch.load(Path(folder) / "model.pt", map_location="cpu", weights_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{folder} has no model to load ({first_line(e)})") from e
+    more = args.pretrained or ""
+    model = models.build(args.model, tuple(shape), len(classes), args.width, pretrained=more)
+    build = getattr(import_module(args.method), "build_model", None)  # of the method, as UEFL has
+    model = build(args, model) if build else model
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        tensor.data = weights[name]  # UEFL's codebook grows
+    return model.eval()
