@@ -201,7 +201,7 @@ def test_several_seeds_and_domains_are_runs_as_by_hand_and_resume_repeats_nothin
 ):
     cut = CUTS[fediir].replace("dark", "all").replace("rounds 4", "rounds 2")
     cut += "--gamma 9 --seed 1 2 --out all"
-    start_and_stop(fediir, cut, 2, "seed2-light-fedavg")
+    start_and_stop(fediir, cut, 2, "seed2-fedavg")
     rounds, train = [], Trainer.train
 
     def count(self, *args, **more):
@@ -219,11 +219,11 @@ def test_several_seeds_and_domains_are_runs_as_by_hand_and_resume_repeats_nothin
     printed = capsys.readouterr().out.splitlines()
     by_hand = cut.replace("all", "light", 1).replace("1 2 --out all", "2 --no-compare --out hand")
     start(fediir, by_hand)
-    assert outcome(folder / "all/seed2-light") == outcome(folder / "hand")
+    assert outcome(folder / "all/light/seed2") == outcome(folder / "hand")
 
     ends = {"FedIIR": {}, "FedAvg": {}}  # name -> domain -> OOD, a number for each seed
     for seed, domain, name in itertools.product("12", ("light", "dark"), ends):
-        rows = read_rows(folder / f"all/seed{seed}-{domain}{'-fedavg' * (name == 'FedAvg')}")
+        rows = read_rows(folder / f"all/{domain}/seed{seed}{'-fedavg' * (name == 'FedAvg')}")
         mean = np.mean([100 * float(row["ood_accuracy"]) for row in rows])
         ends[name].setdefault(domain, []).append(mean)
     panels = [axes for axes in picture.axes if "OOD" in axes.get_title()]
