@@ -62,7 +62,7 @@ def test_one_client_in_ten_that_returns_nan_costs_little(start, method, poison, 
 @pytest.mark.parametrize("method", LEARN)
 def test_nobodys_upload_can_be_used(start, poison, method):
     poison(range(10), torch.inf)
-    with pytest.raises(UserError, match="(lower|change) --lr"):
+    with pytest.raises(UserError, match=r"(lower|change) --lr"):
         start(method, f"{LEARN[method]} --out run")
 
 

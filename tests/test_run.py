@@ -6,7 +6,6 @@ import runpy
 import shutil
 import signal
 import sys
-from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -499,28 +498,3 @@ def test_evaluations_come_every_so_many_rounds_and_after_the_last(start):
     found = read_rows(folder / "run")
     assert [row["round"] for row in found if row["id_accuracy"]] == ["3", "4"]
     assert all(row["train_loss"] for row in found)
-
-
-@pytest.mark.parametrize(
-    ("rounds", "dataset", "says"),
-    [
-        (100, "mnist", "FedAvg: this run will take about 3 hours, and less with --small\n"),
-        (100, "glyphs", "FedAvg: this run will take about 3 hours\n"),
-        (10, "mnist", ""),
-    ],
-)
-def test_a_run_of_more_than_two_hours_says_so_once(
-    tiny, tmp_path, monkeypatch, capsys, rounds, dataset, says
-):
-    """A round takes 2 minutes, so 99 more take 3.3 hours. Glyphs have no --small.
-
-    The first batch is slow: by it alone, 100 rounds would take 69 hours.
-    """
-    clock = iter([0, 0, 25, 120, 121])
-    monkeypatch.setattr(runs, "time", Namespace(monotonic=lambda: next(clock)))
-    monkeypatch.chdir(tmp_path)
-    run = new_run(tiny, dataset=dataset, rounds=rounds)
-    next(run.rounds(rounds))
-    for share in (0.01, 0.99, 0.1):
-        run.progress(share)
-    assert capsys.readouterr().out == says

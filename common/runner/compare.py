@@ -3,7 +3,6 @@
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +45,14 @@ def compare(
     if ranks.RANK == 0 and not args.resume:
         for name in changes if len(plans) == 1 else [label]:
             check_free(folder_of(args.out, name, label))
-    work = partial(run_all, args, federate, label, changes, plans, prediction, shows_in)
+
+    def work() -> Runs:
+        runs = run_all(args, federate, label, changes, plans)
+        show(args, runs, list(dict.fromkeys(plan.test_domain for plan in plans)))
+        if args.is_example and len(runs) > 1:
+            verdict(runs, prediction, shows_in)
+        return runs
+
     count = ranks.how_many(args.processes, args.device, clients.sample)
     try:
         return work() if count == 1 else ranks.start(work, count)
@@ -74,10 +80,9 @@ def plans_of(args: Namespace) -> list[Namespace]:
     return plans
 
 
-def run_all(args, federate, label, changes, plans, prediction, shows_in) -> Runs:
-    """Runs everything, and shows what came out."""
-    domains = [*dict.fromkeys(plan.test_domain for plan in plans)]
-    ranks.agree({"seeds": args.seed, "domains": domains})
+def run_all(args, federate, label, changes, plans) -> Runs:
+    """Runs the method and its baselines by each plan."""
+    ranks.agree({"seeds and domains": [(plan.seed, plan.test_domain) for plan in plans]})
     began = time.monotonic()
     runs: dict[str, list[Run]] = {name: [] for name in changes}
     if len(plans) > 1 and ranks.RANK == 0:
@@ -96,17 +101,19 @@ def run_all(args, federate, label, changes, plans, prediction, shows_in) -> Runs
         left = (time.monotonic() - began) / (i + 1) * (len(plans) - i - 1)
         if left:
             print(f"{i + 1} of {len(plans)} done, {left / 60:.0f} minutes left", flush=True)
+    return runs
+
+
+def show(args: Namespace, runs: Runs, domains: Sequence[str]) -> None:
+    """Draws the curves, and prints the table and what the models do."""
     rows = {name: [run.rows for run in of_name] for name, of_name in runs.items()}
-    chance = 1 / len(runs[label][0].data.classes)
-    plots.curves(Path(args.out) / "curves.png", rows, chance, domains)
+    first = next(iter(runs.values()))[0]
+    plots.curves(Path(args.out) / "curves.png", rows, 1 / len(first.data.classes), domains)
     table.report(run for of_name in runs.values() for run in of_name)
-    errors(runs[label][0])
+    errors(first)
     for name, of_name in runs.items():
         describe(name, of_name)
     print(f"Metrics, models and pictures are in {args.out}")
-    if args.is_example and len(runs) > 1:
-        verdict(runs, prediction, shows_in)
-    return runs
 
 
 def changed(args: Namespace, **changes) -> Namespace:
@@ -127,11 +134,11 @@ def percent(share: float) -> str:
 def errors(run: Run) -> None:
     """Prints chance, and how far a test set of this size can move a number."""
     tests = {"ID": run.clients.held_out, **run.clients.tests}
-    sizes = {name: len(part) for name, part in tests.items() if len(part)}
-    errors = [f"{98 / n**0.5:.1f} ({name})" for name, n in sizes.items()]
-    errors = ", ".join(errors)  # 98 / sqrt(n) is 1.96 standard errors at 50 %
     chance = percent(1 / len(run.data.classes))
-    print(f"Chance: {chance}. So few test images may move a number by {errors} points (95 %)")
+    # 98 / sqrt(n) is 1.96 standard errors at 50 %
+    moves = [f"{98 / len(x) ** 0.5:.1f} ({name})" for name, x in tests.items() if len(x)]
+    moves = ", ".join(moves)
+    print(f"Chance: {chance}. So few test images may move a number by {moves} points (95 %)")
 
 
 def describe(name: str, runs: Sequence[Run]) -> None:
@@ -157,9 +164,10 @@ def verdict(runs: Runs, prediction: str, shows_in: Mapping[str, str]) -> None:
     (label, ours), (name, theirs), *_ = runs.items()
     found, holds = [], True
     for column, side in shows_in.items():
-        here, there = (np.mean([table.score(run, column) for run in of]) for of in (ours, theirs))
-        here, there = round(here, 1), round(there, 1)  # what is printed as equal is a tie
-        holds &= bool(here > there) if side == "above" else bool(here < there)
+        here = round(np.mean([table.score(run, column) for run in ours]), 1)
+        there = round(np.mean([table.score(run, column) for run in theirs]), 1)
+        # What is printed as equal is a tie
+        holds = holds and (here > there if side == "above" else here < there)
         found.append(f"{column} is {here:.1f} ({label}) and {there:.1f} ({name})")
     print(f"\nPrediction: {prediction}.\nThis run: {', '.join(found)}.", end=" ")
     print("As predicted." if holds else "This is NOT as predicted.")

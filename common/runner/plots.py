@@ -20,15 +20,8 @@ from common.runner.measures import in_percent, measure_of, shown
 from common.splits import Clients
 
 Rows = Sequence[Mapping]  # of a run: one dict per round, as in metrics.csv
-COLOURS = [
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#000000",
-]  # Okabe, Ito
+# Those of Okabe and Ito
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"]
 LINES, MARKERS = ["-", "--", ":", "-."], ["o", "s", "^", "D", "v", "P", "X"]
 STYLE = {
     "font.size": 9,
@@ -66,37 +59,37 @@ def curves(
     A vertical line stands where an iteration of UEFL ends in the first run.
     """
     first = next(iter(runs.values()))[0]
-    columns = [column for column in shown("curves") if any(column in row for row in first)]
-    panels = [(title(column), column, slice(None)) for column in columns]
+    panels = [(column, "") for column in shown("curves") if any(column in row for row in first)]
     if len(domains) > 1:
-        panels = [
-            (title("ood_accuracy", domain), "ood_accuracy", slice(d, None, len(domains)))
-            for d, domain in enumerate(domains)
-        ]
+        panels = [("ood_accuracy", f", {domain}") for domain in domains]
     ends = [a["round"] for a, b in pairwise(first) if a.get("iteration") != b.get("iteration")]
     with drawn(file, 2.6 * len(panels), 2.9) as figure:
         all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axes, (name, column, part) in zip(all_axes, panels, strict=True):
+        for d, axes in enumerate(all_axes):
+            column, domain = panels[d]
+            name, unit, *_ = measure_of(column)
             scale, top = (100, 100) if in_percent(column) else (1, None)
             for end in ends:
                 axes.axvline(end, color="0.7", lw=0.8)
             for i, (label, of_label) in enumerate(runs.items()):
-                at, values = series(of_label[part], column)
-                axes.plot(at, scale * values.mean(0), LINES[i % 4], color=COLOURS[i], label=label)
-                low, high = scale * values.min(0), scale * values.max(0)
+                mine = of_label[d :: len(domains)] if domain else of_label
+                at, values = series(mine, column)
+                values *= scale
+                axes.plot(at, values.mean(0), LINES[i % 4], color=COLOURS[i], label=label)
+                low, high = values.min(0), values.max(0)
                 axes.fill_between(at, low, high, color=COLOURS[i], alpha=0.15, lw=0)
             if top:
                 axes.axhline(top * chance, color="0.5", ls=":", lw=0.9, label="chance")
-            axes.set(title=name, xlabel="round", ylim=(0, top))
+            in_unit = f" ({unit})" if unit else ""
+            axes.set(title=name + domain + in_unit, xlabel="round", ylim=(0, top))
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        handles = all_axes[0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower center", ncols=len(runs) + 1)
+        legend_below(all_axes[0], len(runs) + 1)
 
 
-def title(column: str, domain: str = "") -> str:
-    """The title of this measure's panel, with its unit, and perhaps with a test domain."""
-    name, unit = measure_of(column)[:2]
-    return name + f", {domain}" * bool(domain) + f" ({unit})" * bool(unit)
+def legend_below(axes: Axes, columns: int) -> None:
+    """The legend of these axes, below the whole figure."""
+    handles = axes.get_legend_handles_labels()
+    axes.figure.legend(*handles, loc="outside lower center", ncols=columns)
 
 
 def series(runs: Sequence[Rows], column: str) -> tuple[list[int], np.ndarray]:
@@ -113,11 +106,13 @@ def partition(file: Path, data: Dataset, clients: Clients) -> None:
         panels["domain"] = (data.domain, data.domains)
     m, n = clients.participating, len(clients.train)
     sizes = [min(len(names), 30) for _, names in panels.values()]
-    with drawn(file, min(10.0, max(4.5, 0.09 * n + 2)), 1.4 + 0.16 * sum(sizes)) as figure:
+    width = np.clip(0.09 * n + 2, 4.5, 10)
+    with drawn(file, width, 1.4 + 0.16 * sum(sizes)) as figure:
         all_axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=sizes, squeeze=False)
-        for axes, (what, (values, names)) in zip(all_axes[:, 0], panels.items(), strict=True):
+        for axes, what in zip(all_axes[:, 0], panels, strict=True):
+            values, names = panels[what]
             counts = [torch.bincount(values[held], minlength=len(names)) for held in clients.train]
-            heat(axes, torch.stack(counts, 1), "Greys", "samples")
+            heat(axes, torch.stack(counts, 1), "samples")
             axes.set(ylabel=what)
             if len(names) <= 20:
                 axes.set_yticks(range(len(names)), names)
@@ -137,18 +132,16 @@ def samples(file: Path, data: Dataset, count: int = 10) -> None:
             positions = positions[torch.linspace(0, len(positions) - 1, count).long()]
             row = torch.cat([*data.x[positions]], dim=2)  # side by side
             axes.imshow(row.permute(1, 2, 0).numpy(), cmap="gray")
-            middles = [width * (i + 0.5) for i in range(len(positions))]
+            middles = width * (np.arange(count) + 0.5)
             axes.set_xticks(middles, [data.classes[c] for c in data.y[positions]], fontsize=7)
             axes.set(title=f"domain {data.domains[d]}", yticks=[])
             axes.spines[:].set_visible(False)
 
 
-def heat(
-    axes: Axes, values: Tensor, colours: str, label: str = "", low: float | None = 0.0
-) -> None:
-    """A matrix as coloured squares, with a scale beside it that begins at `low`."""
+def heat(axes: Axes, values: Tensor, label: str = "") -> None:
+    """A matrix as grey squares, with a scale beside it that begins at zero."""
     image = axes.imshow(
-        values.numpy(), aspect="auto", cmap=colours, interpolation="nearest", vmin=low
+        values.numpy(), aspect="auto", cmap="Greys", interpolation="nearest", vmin=0
     )
     axes.figure.colorbar(image, ax=axes, label=label)
 
@@ -165,7 +158,7 @@ def weights(run, counts: Tensor, entropies: Tensor, alphas: Mapping[str, Tensor]
     with drawn(run.folder / "weights.png", 7.0, 5.4) as figure:
         labels, entropy, weight = figure.subplots(3, 1, sharex=True, height_ratios=[2, 1, 1.4])
         labels.set(title="share of each class", ylabel="class")
-        heat(labels, shares.T, "Greys")
+        heat(labels, shares.T)
         entropy.set(title="entropy of the labels (nats)")
         entropy.bar(range(len(order)), entropies[order].numpy(), color="0.5")
         for i, (name, of_clients) in enumerate(alphas.items()):
@@ -181,7 +174,7 @@ def confusion(file: Path, counts: Tensor, classes: Sequence[str]) -> None:
     size = min(12.0, 3 + 0.3 * len(classes))
     with drawn(file, size + 1, size) as figure:
         axes = figure.subplots()
-        heat(axes, shares, "Greys", "percent of the samples of a class")
+        heat(axes, shares, "percent of the samples of a class")
         axes.set(xlabel="answer of the model", ylabel="class")
         if len(classes) <= 20:
             axes.set_xticks(range(len(classes)), classes, rotation=90)
@@ -210,8 +203,7 @@ def times_selected(axes: Axes, run) -> None:
     axes.set(title="rounds in which a client trained\n(dotted: the mean)")
     axes.set(ylabel="client", xlabel="rounds")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    handles = axes.get_legend_handles_labels()
-    axes.figure.legend(*handles, loc="outside lower center", ncols=len(colours))
+    legend_below(axes, len(colours))
 
 
 def similarity(run, cosines: Tensor) -> None:
@@ -219,20 +211,17 @@ def similarity(run, cosines: Tensor) -> None:
 
     cosines  of the updates [M, M]
     """
-    itself = torch.eye(len(cosines), dtype=torch.bool)
-    others = cosines.masked_fill(itself, torch.nan).numpy()
-    colours, ids = group_colours(run.clients), np.arange(len(cosines))
+    others = cosines.numpy().copy()
+    np.fill_diagonal(others, np.nan)
+    colours, ids = group_colours(run.clients), range(len(others))
+    title = "cosine similarity of a client's update to those\nof the others (dot: largest)"
     with drawn(run.folder / "similarity.png", 7.6, 4.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.6, 1], sharey=True)
         left.plot(others, ids, "|", color="0.85", ms=3)
-        largest = cosines.masked_fill(itself, -torch.inf).amax(1).numpy()
-        left.scatter(
-            largest, ids, s=22, color=[colours[run.clients.groups[k]] for k in ids], zorder=3
-        )
-        left.set(
-            title="cosine similarity of a client's update to those\nof the others (dot: largest)"
-        )
-        left.set(xlabel="cosine similarity", ylabel="client")
+        colour = [colours[run.clients.groups[k]] for k in ids]
+        largest = np.fmax.reduce(others, axis=1)  # without NaN, which a zero update has
+        left.scatter(largest, ids, s=22, color=colour, zorder=3)
+        left.set(title=title, xlabel="cosine similarity", ylabel="client")
         times_selected(right, run)
 
 
@@ -246,7 +235,8 @@ def hull(run, known: Tensor, points: Tensor, vertices: Tensor) -> None:
     xy, dim = np.zeros((len(points), 2)), points.shape[1]
     xy[:, :dim] = points[:, :2].numpy()
     colours, groups = group_colours(run.clients), run.clients.groups
-    colour = np.array([colours.get(groups[k], "0.6") for k in known])
+    colour = np.array([colours[groups[k]] for k in known])
+    title = f"the clients' latest updates; large: a corner\nof their hull in {dim} dimensions"
     on_hull = np.isin(known.numpy(), vertices.numpy())
     with drawn(run.folder / "hull.png", 7.6, 4.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
@@ -255,10 +245,8 @@ def hull(run, known: Tensor, points: Tensor, vertices: Tensor) -> None:
                 left.plot(*xy[[*face, face[0]]].T, color="0.8", lw=0.7, zorder=0)
         left.scatter(*xy[~on_hull].T, s=12, color=colour[~on_hull])
         left.scatter(*xy[on_hull].T, s=80, color=colour[on_hull], ec="black", zorder=3)
-        left.set(
-            title=f"the clients' latest updates; large: a corner\nof their hull in {dim} dimensions"
-        )
-        left.set(xlabel="first principal component", ylabel="second", xticks=[], yticks=[])
+        left.set(title=title, xlabel="first principal component", ylabel="second")
+        left.set(xticks=[], yticks=[])
         times_selected(right, run)
 
 

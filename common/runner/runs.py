@@ -6,7 +6,7 @@ import sys
 import time
 import zlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -20,13 +20,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import UserError, first_line, ranks, train
-from common.data import DRAWN, Dataset
+from common.data import Dataset
 from common.runner import plots
 from common.runner.measures import MEASURES
 from common.splits import Clients
 
 SAVE_EVERY = 30  # seconds between two checkpoints, at least
 MAY_CHANGE = ("resume", "device", "data_dir", "processes")  # flags that a resumed run may change
+KEPT = ("state", "rows", "best", "confusion")  # what a checkpoint has, beside the facts
 
 
 class Run:
@@ -51,16 +52,15 @@ class Run:
         self.facts = {"code": args.code, "data": data.fingerprint(), **vars(args)}
         for flag in (*MAY_CHANGE, "out", "name", "is_example", "method_rounds"):
             self.facts.pop(flag, None)
-        self.started = self.began = time.monotonic()
+        self.started = time.monotonic()
         self.save_at = 0.0  # the first round is saved at once
-        self.bar, self.estimated = None, False
+        self.bar = None
         checkpoint = self.folder / "checkpoint.pt"
         if args.resume and checkpoint.exists():
             self._restore(checkpoint, device)
-        self.begins_at = self.t
-        self.about = setting(args, clients, len(train.get_weights(model)))
-        weights = train.get_weights(model).double().sum().item()
-        others = {"round": self.t, "initial weights": weights}
+        weights = train.get_weights(model)
+        self.about = setting(args, clients, len(weights))
+        others = {"round": self.t, "initial weights": weights.double().sum().item()}
         if self.t:
             others["checkpoint"] = zlib.crc32(checkpoint.read_bytes())
         ranks.agree({**self.facts, **others})
@@ -74,15 +74,15 @@ class Run:
         for what, fact in self.facts.items():
             if found.get(what) != fact:
                 raise UserError(f"{file} belongs to other {what}: use those, or start a new run")
-        self.state, self.rows, self.best = found["state"], found["rows"], found.get("best")
-        self.confusion = found.get("confusion")
+        for name in KEPT:
+            setattr(self, name, found[name])
         self.t = self.rows[-1]["round"]
         self.started -= self.rows[-1]["seconds"]
 
     def rounds(self, until: int) -> Iterator[int]:
         """The rounds from the first one that is not finished to `until`."""
         self._open()
-        self.bar.total, self.began = until, time.monotonic()  # training before round 1 is no round
+        self.bar.total = until
         while self.t < until:
             self.t += 1
             self.bar.set_description(f"{self.args.name} round {self.t}/{until}", refresh=False)
@@ -105,10 +105,17 @@ class Run:
         if sys.stderr.isatty():  # a batch may take a minute
             Thread(target=self._tick, daemon=True).start()
         if ranks.RANK == 0:
-            about = {"about": self.about, "flags": vars(self.args), "classes": self.data.classes}
-            about |= {"shape": [*self.data.x.shape[1:]], "python": sys.version.split()[0]}
-            about |= {package: version(package) for package in ("torch", "torchvision")}
-            write_args(self.folder, {**about, "processes": ranks.COUNT}, self.args.resume)
+            about = {
+                "about": self.about,
+                "flags": vars(self.args),
+                "classes": self.data.classes,
+                "shape": [*self.data.x.shape[1:]],
+                "python": sys.version.split()[0],
+                "torch": version("torch"),
+                "torchvision": version("torchvision"),
+                "processes": ranks.COUNT,
+            }
+            write_args(self.folder, about, self.args.resume)
             plots.partition(self.folder / "partition.png", self.data, self.clients)
             if self.args.partition in ("domain", "silos"):
                 plots.samples(self.folder / "samples.png", self.data)
@@ -123,14 +130,6 @@ class Run:
         """Moves the clock by this share of a round. Training before round 1 counts as none."""
         self._open()
         self.bar.update(min(share, self.t - self.bar.n))
-        elapsed, done = time.monotonic() - self.began, self.bar.n - self.begins_at
-        if not self.estimated and elapsed >= 20 and done >= self.bar.total / 100:
-            self.estimated = True
-            hours = elapsed / done * (self.bar.total - self.bar.n) / 3600
-            can_be_less = not self.args.small and self.args.dataset not in DRAWN
-            shorter = ", and less with --small" * can_be_less
-            if hours > 2:
-                tqdm.write(f"{self.args.name}: this run will take about {hours:.0f} hours{shorter}")
 
     def record(
         self,
@@ -161,18 +160,12 @@ class Run:
         self.rows.append(row)
         if candidate is not None and self.best_row() is row:
             self.best = candidate
-        self._write("metrics.csv", self._write_rows)
+        columns = dict.fromkeys(column for row in self.rows for column in row)
+        cells = [[_cell(row.get(column, "")) for column in columns] for row in self.rows]
+        self._write_csv("metrics.csv", [columns, *cells])
         self.bar.set_postfix_str(_short(row), refresh=False)
         if time.monotonic() > self.save_at:
             self.save()
-
-    def _write_rows(self, file: Path) -> None:
-        """Writes metrics.csv."""
-        columns = dict.fromkeys(column for row in self.rows for column in row)
-        with open(file, "w", newline="", encoding="utf-8") as opened:
-            table = csv.DictWriter(opened, columns, lineterminator="\n")
-            table.writeheader()
-            table.writerows({column: _cell(v) for column, v in row.items()} for row in self.rows)
 
     def save(self) -> None:
         """Writes the checkpoint."""
@@ -182,10 +175,9 @@ class Run:
         self.save_at = began + SAVE_EVERY * max(1, took / 0.3)  # at most a hundredth of the time
 
     def _write_checkpoint(self, file: Path) -> None:
-        checkpoint = {**self.facts, "rows": self.rows, "state": self.state, "best": self.best}
-        checkpoint["confusion"] = self.confusion
-        torch.save(checkpoint, file)
-        if self.t == self.begins_at + 1:
+        kept = {name: getattr(self, name) for name in KEPT}
+        torch.save({**self.facts, **kept}, file)
+        if not self.save_at:  # it is the first one of this program
             try:
                 torch.load(file, weights_only=True, map_location="meta")  # without the numbers
             except UnpicklingError as e:
@@ -204,20 +196,14 @@ class Run:
             for file, row in (("model.pt", self.rows[-1]), ("best_id.pt", self.best_row())):
                 print(f"{self.args.name}: {file} is of round {row['round']}, {_short(row)}")
         if self.confusion is not None:
-            self._write("confusion.csv", self._write_confusion)
-            plots.confusion(self.folder / "confusion.png", self.confusion, self.data.classes)
+            classes = self.data.classes
+            rows = zip(classes, self.confusion.tolist(), strict=True)
+            header = ["class", *(f"called {name}" for name in classes)]
+            self._write_csv("confusion.csv", [header, *([name, *counts] for name, counts in rows)])
+            plots.confusion(self.folder / "confusion.png", self.confusion, classes)
         self._save_model("model.pt", model, theta)
         self.state = {}  # a table of updates may be large, and the next seed has its own
         return self
-
-    def _write_confusion(self, file: Path) -> None:
-        """Writes confusion.csv: a row for each class, and a column for each that it is called."""
-        classes = self.data.classes
-        with open(file, "w", newline="", encoding="utf-8") as opened:
-            table = csv.writer(opened, lineterminator="\n")
-            table.writerow(["class", *(f"called {name}" for name in classes)])
-            rows = zip(classes, self.confusion.tolist(), strict=True)
-            table.writerows([name, *counts] for name, counts in rows)
 
     def best_row(self) -> dict:
         """The row of the first round with the largest id_accuracy."""
@@ -231,6 +217,13 @@ class Run:
     def draw(self, name: str, *values) -> None:
         """Draws the picture `name`.png of this run with the function of plots.py of that name."""
         getattr(plots, name)(self, *values)
+
+    def _write_csv(self, name: str, lines: Iterable[Iterable]) -> None:
+        def write(file: Path) -> None:
+            with open(file, "w", newline="", encoding="utf-8") as opened:
+                csv.writer(opened, lineterminator="\n").writerows(lines)
+
+        self._write(name, write)
 
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
         if ranks.RANK == 0:

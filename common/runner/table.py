@@ -20,7 +20,7 @@ from common.runner.measures import in_percent, measure_of, shown
 
 LAST = 5  # so many evaluations of a run make one number
 NOT_COMPARED = [
-    "seed", "test_domain", "out", "resume", "device", "data_dir", "processes", "compare", "name",
+    "seed", "test_domain", "out", "resume", "device", "data_dir", "processes", "compare",
     "is_example",
 ]  # fmt: skip
 SHOULD_AGREE = [
@@ -53,26 +53,25 @@ def group(runs: Iterable) -> tuple[dict[str, Row], list[Path]]:
     """
     rows, repeated = {}, []
     for run in runs:
-        flags = {flag: str(value) for flag, value in vars(run.args).items()}
-        where = run.args.seed, flags.pop("test_domain", None)
+        flags = {f: str(v) for f, v in vars(run.args).items() if f not in NOT_COMPARED}
         if "method_rounds" in flags:  # of a baseline: its own rounds can depend on the seed
             del flags["rounds"]
-        row = rows.setdefault(
-            (run.args.name, *((f, flags[f]) for f in sorted(flags) if f not in NOT_COMPARED)), {}
-        )
+        row = rows.setdefault(tuple(sorted(flags.items())), {})
+        where = run.args.seed, getattr(run.args, "test_domain", None)
         if where in row:
             repeated.append(run.folder)
-        row.setdefault(where, run)
-    labels, flags = {key: key[0] for key in rows}, {key: dict(key[1:]) for key in rows}
-    names = sorted({name for of_row in flags.values() for name in of_row} - {"method", "code"})
-    for flag in ("method", *names, "code"):
-        values = {}  # label so far -> what its rows have
-        for key, label in labels.items():
-            values.setdefault(label, set()).add(flags[key].get(flag))
-        for key, label in labels.items():
-            if len(values[label]) > 1:
-                value = flags[key].get(flag, "none")
-                labels[key] += f" {flag}={value[:7] if flag == 'code' else value}"
+        else:
+            row[where] = run
+    flags = {key: dict(key) for key in rows}
+    labels = {key: flags[key]["name"] for key in rows}
+    others = {flag for key in rows for flag in flags[key]} - {"method", "code"}
+    for flag in ["method", *sorted(others), "code"]:
+        for label in set(labels.values()):
+            alike = [key for key in rows if labels[key] == label]
+            values = [flags[key].get(flag, "none") for key in alike]
+            if len(set(values)) > 1:
+                for key, value in zip(alike, values, strict=True):
+                    labels[key] += f" {flag}={value[:7] if flag == 'code' else value}"
     return {labels[key]: row for key, row in rows.items()}, repeated
 
 
@@ -82,26 +81,33 @@ def pairs(rows: Mapping[str, Row], minus: str | None = None) -> list[tuple[str, 
     It is each row minus the row `minus`, if it is named. Else a single method is compared with each
     of its baselines, the first of two rows with the second, and more rows with FedAvg.
     """
-    names = {label: next(iter(row.values())).args for label, row in rows.items()}
-    methods = [label for label, args in names.items() if not hasattr(args, "method_rounds")]
-    if minus is None and len(methods) == 1:
+    args = {label: next(iter(row.values())).args for label, row in rows.items()}
+    methods = [label for label in rows if not hasattr(args[label], "method_rounds")]
+    if minus is not None:
+        same_name = [label for label in rows if args[label].name == minus]
+        found = [minus] if minus in rows else same_name
+        if len(found) != 1:
+            raise UserError(f"--minus {minus}: name one of the rows {', '.join(map(repr, rows))}")
+    elif len(methods) == 1:
         return [(methods[0], label) for label in rows if label not in methods]
-    if minus is None and len(rows) == 2:
+    elif len(rows) == 2:
         return [tuple(rows)]
-    wanted = "FedAvg" if minus is None else minus
-    found = [label for label in rows if label == wanted] or [
-        label for label in (rows if minus else methods) if names[label].name == wanted
-    ]
-    if len(found) == 1:
-        return [(label, found[0]) for label in rows if label != found[0]]
-    if minus is None:
+    else:
+        found = [label for label in methods if args[label].name == "FedAvg"]
+    if len(found) != 1:
         return []
-    raise UserError(f"--minus {minus}: name one of the rows {', '.join(map(repr, rows))}")
+    return [(label, found[0]) for label in rows if label != found[0]]
 
 
 def covered(run, last: int) -> list[int]:
     """The rounds whose evaluations are this run's number."""
     return [row["round"] for row in run.rows if any(c in row for c in shown("table"))][-last:]
+
+
+def covers_much(run) -> bool:
+    """Whether the evaluations of this run's number are from more than a quarter of its rounds."""
+    at = covered(run, LAST)
+    return bool(at) and at[-1] - at[0] + 1 > run.rows[-1]["round"] / 4
 
 
 def score(run, column: str, last: int = LAST) -> float:
@@ -116,7 +122,7 @@ def by_seed(row: Row, domains: Sequence, last: int) -> dict[int, np.ndarray]:
     found = {}
     for seed in dict.fromkeys(seed for seed, _ in row):
         runs = [row.get((seed, domain)) for domain in domains]
-        if None not in runs:
+        if runs and None not in runs:
             scores = [[score(run, column, last) for column in shown("table")] for run in runs]
             found[seed] = np.mean(scores, axis=0)
     return found
@@ -169,9 +175,10 @@ def cells(show_all: Callable, values: Iterable[np.ndarray]) -> list[str]:
 
 def table(rows: Mapping[str, Row], compared: Sequence[tuple], last: int) -> list[tuple[str, ...]]:
     """A line for each row, and one for each two that are compared, by test domain if need be."""
-    all_rounds = {c: ", all rounds" for c in shown("table") if measure_of(c).rounds == "all"}
-    header = [column + all_rounds.get(column, "") for column in shown("table")]
-    lines, differences = [["", "seeds", "rounds", *header]], []
+    header = ["", "seeds", "rounds"]
+    for column in shown("table"):
+        header.append(column + ", all rounds" * (measure_of(column).rounds == "all"))
+    lines = [header]
     domains = {label: [*dict.fromkeys(d for _, d in row)] for label, row in rows.items()}
     for label, row in rows.items():
         rounds = [t for run in row.values() for t in covered(run, last)]
@@ -183,26 +190,26 @@ def table(rows: Mapping[str, Row], compared: Sequence[tuple], last: int) -> list
     for a, b in compared:
         for part, of_part in parts([d for d in domains[a] if d in domains[b]]).items():
             ours, theirs = by_seed(rows[a], of_part, last), by_seed(rows[b], of_part, last)
-            both = [seed for seed in ours if seed in theirs] if of_part else []
-            found = cells(with_interval, [ours[seed] - theirs[seed] for seed in both])
-            seeds = " ".join(map(str, both)) or "none in common"
-            differences.append([f"{a} - {b}{part}", seeds, "", *found])
-    return without_empty_columns(lines + differences)
+            differences = {s: ours[s] - theirs[s] for s in ours if s in theirs}
+            seeds = " ".join(map(str, differences)) or "none in common"
+            found = cells(with_interval, differences.values())
+            lines.append([f"{a} - {b}{part}", seeds, "", *found])
+    return without_empty_columns(lines)
 
 
 def unlike(rows: Mapping[str, Row]) -> str:
     """One line that names the settings in which rows differ that a comparison should share."""
     found = []
     for flag in SHOULD_AGREE:
-        values = {}
+        labels = {}  # values of the flag -> the rows that have them
         for label, row in rows.items():
-            of_row = [getattr(run.args, flag, None) for run in row.values()]
+            values = {str(getattr(run.args, flag, None)) for run in row.values()}
             if flag == "rounds":  # as they came out
-                of_row = [run.rows[-1]["round"] for run in row.values()]
-            texts = sorted({str(value) for value in of_row})
-            values.setdefault(" or ".join(texts).replace("None", "default"), []).append(label)
-        if len(values) > 1:
-            texts = [f"{value} ({', '.join(labels)})" for value, labels in values.items()]
+                values = {str(run.rows[-1]["round"]) for run in row.values()}
+            text = " or ".join(sorted(values)).replace("None", "default")
+            labels.setdefault(text, []).append(label)
+        if len(labels) > 1:
+            texts = [f"{text} ({', '.join(of_text)})" for text, of_text in labels.items()]
             found.append(f"{flag} {', '.join(texts)}")
     return "; ".join(found)
 
@@ -222,13 +229,7 @@ def report(runs: Iterable, minus: str | None = None) -> None:
     compared = pairs(rows, minus)
     print(f"\nMean of each run's last {LAST} evaluations, in these rounds; shares are in percent:")
     write(table(rows, compared, LAST))
-    ends = [
-        (at, run.rows[-1]["round"])
-        for row in rows.values()
-        for run in row.values()
-        if (at := covered(run, LAST))
-    ]
-    if any(at[-1] - at[0] + 1 > last / 4 for at, last in ends):
+    if any(covers_much(run) for row in rows.values() for run in row.values()):
         print(f"The last {LAST} are more than a quarter of a run, so here is the last one alone:")
         write(table(rows, compared, 1))
     if any(len({seed for seed, _ in row}) > 1 for row in rows.values()):
