@@ -5,18 +5,20 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 FedIIR together. We count "Initialize" as line 1; lines 4 and 10 belong to FedIIR, and lines 12, 14
 and 16 only end a loop.
 
-    Algorithm 1, FedAvg                                       in the code
-     1  initialise theta^0                                    federate
-     2  for t = 1 .. T                                        federate
-     3      sample a subset C of the clients                  select, power_of_choice
-     5      on each client c in C, in parallel                federate, trainer.train
-     6          theta_c = theta^{t-1}                         client_update
-     7          for each local step                           client_update
-     8              sample a mini-batch from its data         client_update, from `batches`
-     9              g_c = grad R_c(theta_c)                   client_update
-    11              theta_c <- theta_c - eta_l g_c            client_update
-    13          Delta_c = theta_c - theta^{t-1}               federate
-    15      theta^t = theta^{t-1} + eta_g mean of Delta_c     federate
+    Algorithm 1, FedAvg                                             in the code
+     1  initialise theta^0                                          federate
+     2  for t = 1 .. T                                              federate
+     3      sample a subset C of the clients                        select, power_of_choice
+     5      on each client c in C, in parallel                      federate, trainer.train
+     6          theta_c = theta^{t-1}                               client_update
+     7          for each local step                                 client_update
+     8              sample a mini-batch from its data               client_update, from `batches`
+     9              g_c = grad R_c(theta_c)                         client_update
+    11              theta_c <- theta_c - eta_l g_c                  client_update
+    13          Delta_c = theta_c - theta^{t-1}                     federate
+    15      theta^t = theta^{t-1} + eta_g sum of alpha_c Delta_c    federate
+
+alpha_c is n_c / n (McMahan et al., our default) or 1 / |C| (Guo et al., --weighting equal).
 
 The paper calls the number of local steps K, which in this project is the number of selected clients
 (--sample). The other five files change a few of these lines. docs/fedavg.md explains the method.

@@ -10,8 +10,8 @@ selected clients' gradients, smoothed over the rounds by a moving average.
      1  initialise theta^0                                                federate
      2  for t = 1 .. T                                                    federate
      3      sample a subset C of the clients                              federate
-     4      g = mean over C of grad_omega R_c(theta^{t-1}), and           client_gradient, federate
-            g~ = v g~ + (1 - v) g, its moving average (appendix C)        federate
+     4      g = mean over C of grad_omega R_c(theta^{t-1}), and           risk_and_gradient,
+            g~ = v g~ + (1 - v) g, its moving average (appendix C)        client_gradient, federate
      5      on each client c in C, in parallel                            federate
      6          theta_c = theta^{t-1}                                     client_update
      7          for each local step                                       client_update
@@ -21,7 +21,7 @@ selected clients' gradients, smoothed over the rounds by a moving average.
     13          Delta_c = theta_c - theta^{t-1}                           federate
     15      theta^t = theta^{t-1} + eta_g mean of Delta_c                 federate
 
-With gamma = 0, line 10 is line 9, which is FedAvg's (see fedavg.py). Lines 12, 14 and 16 only end a
+With gamma = 0 and a finite penalty, line 10 is line 9, FedAvg's. Lines 12, 14 and 16 only end a
 loop. Algorithm 2, which says who holds what, is by_domain() in common/splits.py. Comments in the
 code say where the paper is silent, and where the authors' code differs.
 
@@ -97,12 +97,12 @@ def fediir_loss(
         raise ValueError(
             f"global_gradient has shape {tuple(global_gradient.shape)}, not {tuple(gradient.shape)}"
         )
-    penalty = (gradient - global_gradient).square().sum()
+    penalty = (gradient - global_gradient).square().sum()  # line 10
     return risk + gamma / 2 * penalty  # line 10; without 1/2 in the authors' code: twice our gamma
 
 
 def client_update(model, theta, batches, optimizer, autocast, global_gradient, gamma):
-    """Lines 6 to 12 for one client: trains `model` from theta [P] on. Returns the mean loss."""
+    """Lines 6 to 11 for one client: trains `model` from theta [P] on. Returns the mean loss."""
     train.set_weights(model, theta)  # line 6
     total, samples = 0.0, 0
     for x, y in batches:  # lines 7, 8: slices of the shuffled samples, in all one local epoch (5.1)
@@ -138,7 +138,7 @@ def federate(args):
             client_update, model, theta, selected, t,
             global_gradient=global_gradient, gamma=args.gamma,
         )  # fmt: skip
-        deltas = thetas - theta  # line 13
+        deltas = thetas - theta  # line 13, here on the server
         theta = theta + args.server_lr * deltas.mean(0)  # line 15: all clients count the same
 
         measures = trainer.evaluate(model, theta, trained) if run.evaluate_now else {}

@@ -137,8 +137,8 @@ class Trainer:
         options        keyword arguments of client_update that are the same for all clients
 
         A client with weights or a loss that are not finite is left out. Returns three tensors for
-        the others: their ids, int64 [K'], and on the device their weights `thetas` [K', P] and
-        losses [K']. Raises UserError if no client is left.
+        the k others: their ids, int64 [k], and on the device their weights `thetas` [k, P] and
+        losses [k]. Raises UserError if no client is left.
         """
         sizes = [len(self.clients.train[k]) for k in selected]
         mine = ranks.share_out(sizes)  # the other processes train the other clients

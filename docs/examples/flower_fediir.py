@@ -64,7 +64,7 @@ def fediir_loss(
         raise ValueError(
             f"global_gradient has shape {tuple(global_gradient.shape)}, not {tuple(gradient.shape)}"
         )
-    penalty = (gradient - global_gradient).square().sum()
+    penalty = (gradient - global_gradient).square().sum()  # line 10
     return risk + gamma / 2 * penalty  # line 10; without 1/2 in the authors' code: twice our gamma
 
 

@@ -58,9 +58,9 @@ def usable_rows(g: Tensor) -> Tensor:
 
 
 def cosines(g: Tensor) -> Tensor:
-    """Cosines of the rows of g [M, P]: float64 [M, M], symmetric. NaN for rows without a direction.
+    """Algorithm 1, lines 2 to 5: the cosines S_ij of the rows of g [M, P], float64 [M, M].
 
-    Algorithm 1, lines 2 to 5.
+    They are symmetric, and NaN for rows without a direction.
     """
     length = lengths(g)[:, None]
     similarity = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
