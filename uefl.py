@@ -7,15 +7,15 @@ a client, and sg(a) means that no gradient flows through a. docs/uefl.md lists a
 
     Algorithm 1, without the ends of its branches and loops             in the code
      1  sample K data silos as clients                                  build
-     2  initialise theta, and a codebook of v codewords, at random      build, federate
+     2  initialise theta, and a codebook of v codewords, at random      ExtensibleCodebook, federate
      3  e_k = 0                                                         federate
      4  repeat                                                          federate
      5      for each round t = 1, 2, ...                                federate
      6          broadcast theta                                         client_update
      7          for all K clients in parallel                           federate
      8              if e_k > (1 + gamma) min_j e_j                      uncertain, federate
-     9                  K-means-initialise another v codewords          client_codewords
-    10                  v_k <- v_k + v                                  extend
+     9                  K-means-initialise another v codewords          client_codewords, federate
+    10                  v_k <- v_k + v                                  extend, federate
     12              z = f_E(x)                                          UEFL
     13              c = the nearest of v_k codewords (equation 4)       ExtensibleCodebook
     14              p = f_C(c)                                          UEFL
@@ -23,7 +23,7 @@ a client, and sg(a) means that no gradient flows through a. docs/uefl.md lists a
     16              L_task = cross-entropy                              client_update
     17              theta_k <- theta_k - eta grad (L_code + L_task)     client_update
     19          clients return theta_k                                  federate
-    20          theta <- sum of n_k / n theta_k                         average, average_codewords
+    20          theta <- sum of n_k / n theta_k                         average_codewords, federate
     22      e_k = -sum p log p, the uncertainty (equation 6)            predictive_entropy, federate
     23      reduce the number of rounds                                 federate
     24  until e_k <= (1 + gamma) min_j e_j for all k (equation 7)       uncertain, federate
@@ -39,7 +39,6 @@ a client, and sg(a) means that no gradient flows through a. docs/uefl.md lists a
 
 import warnings
 from argparse import BooleanOptionalAction
-from functools import partial
 
 import torch
 import torch.nn as nn
@@ -55,71 +54,23 @@ from common.runner.compare import compare
 from common.runner.setup import prepare
 
 
-def uncertain(entropies: Tensor, gamma: float) -> Tensor:
-    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K].
-
-    For a client whose entropy is NaN the answer is no.
-    """
-    return entropies > (1 + gamma) * entropies.nan_to_num(torch.inf).min()  # lines 8, 24
-
-
-@torch.no_grad()
-def client_codewords(model, batches, autocast, size, rng):
-    """Line 9 for one client: K-means centroids of all its segments, [size, d / s] as a vector."""
-    width = model.codebook.codewords.shape[1]
-    with autocast():
-        segments = torch.cat([model.encode(x).reshape(-1, width) for x, _ in batches]).double()
-    with warnings.catch_warnings(action="ignore"):  # if segments are equal, codewords may be equal
-        # k-means++ and ten steps, on the segments of all training samples
-        centroids, _ = kmeans2(segments.cpu().numpy(), size, minit="++", rng=rng)  # line 9
-    return torch.from_numpy(centroids).to(segments.device, torch.float32).flatten()
+def build(args):
+    """Lines 1 and 2: clients, model, trainer and run."""
+    clients, base, trainer, run = prepare(args, dropout=args.dropout)  # line 1
+    if not any(isinstance(layer, nn.Dropout) for layer in base.classifier):
+        raise UserError(f"--model {args.model} has no dropout, so passes are equal: choose another")
+    if base.dim % args.segments:
+        raise UserError(f"--segments {args.segments} does not divide a token's {base.dim} channels")
+    with seeded(torch.device("cpu"), args.seed, "codebook"):
+        model = build_model(args, base)
+    return clients, model.to(trainer.device), trainer, run
 
 
-def extend(args, clients, trainer, model, theta, allowed, grown, t):
-    """Lines 9 and 10: new codewords for each of the clients `grown`. Returns theta and allowed.
-
-    Only this client may use them (section 3.1). Line 10 adds v of them, and so do we, while tables
-    11, 14 and 16 double the codebook.
-    """
-    rng = [random_at(args.seed, "codewords", t, k) for k in clients.ids.tolist()]
-    new = trainer.map(
-        client_codewords,
-        model,
-        theta,
-        grown,
-        clients.train,
-        t,
-        {"rng": rng},
-        size=args.codebook_size,
-    )  # the model has the weights theta now
-    model.codebook.extend(new.view(-1, model.codebook.codewords.shape[1]))
-    own = clients.ids[:, None] == grown.repeat_interleave(args.codebook_size)
-    allowed = torch.cat([allowed, own.to(allowed.device)], dim=1)  # line 10
-    return train.get_weights(model), allowed
-
-
-class UEFL(nn.Module):
-    """Encoder, codebook and classifier, without a codebook FedAvg's.
-
-    token_norm  a layer norm without parameters follows the encoder, in FedAvg, too. It is ours:
-                tokens after ReLUs point in similar directions, and would use few codewords
-    """
-
-    def __init__(self, features: nn.Module, codebook, classifier: nn.Module, token_norm: bool):
-        super().__init__()
-        self.codebook = codebook  # the first attribute, so that theta begins with the codewords
-        self.features, self.classifier, self.token_norm = features, classifier, token_norm
-
-    def encode(self, x: Tensor) -> Tensor:
-        """x -> tokens [N, l, d]: h w of them from a feature map [N, d, h, w], one from a vector."""
-        z = self.features(x)  # line 12
-        z = z.flatten(2).mT if z.dim() == 4 else z.unsqueeze(1)
-        return F.layer_norm(z, z.shape[-1:]) if self.token_norm else z
-
-    def forward(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """p = f_C(f_D(f_E(x))) (equation 1): x -> logits [N, C] and L_code."""
-        c, code_loss, _ = self.codebook(self.encode(x), allowed)
-        return self.classifier(c.mT), code_loss  # line 14; the classifier expects channels first
+def build_model(args, base):
+    """Line 2: UEFL's model with the layers of a model of common/models.py."""
+    sizes = args.codebook_size, base.dim, args.segments
+    codebook = ExtensibleCodebook(*sizes, args.commitment, args.beta)
+    return UEFL(base.features, codebook, base.classifier, args.token_norm)
 
 
 class ExtensibleCodebook(nn.Module):
@@ -183,6 +134,30 @@ class ExtensibleCodebook(nn.Module):
         self.codewords.grad = None  # it has the old shape
 
 
+class UEFL(nn.Module):
+    """Encoder, codebook and classifier, without a codebook FedAvg's.
+
+    token_norm  a layer norm without parameters follows the encoder, in FedAvg, too. It is ours:
+                tokens after ReLUs point in similar directions, and would use few codewords
+    """
+
+    def __init__(self, features: nn.Module, codebook, classifier: nn.Module, token_norm: bool):
+        super().__init__()
+        self.codebook = codebook  # the first attribute, so that theta begins with the codewords
+        self.features, self.classifier, self.token_norm = features, classifier, token_norm
+
+    def encode(self, x: Tensor) -> Tensor:
+        """x -> tokens [N, l, d]: h w of them from a feature map [N, d, h, w], one from a vector."""
+        z = self.features(x)  # line 12
+        z = z.flatten(2).mT if z.dim() == 4 else z.unsqueeze(1)
+        return F.layer_norm(z, z.shape[-1:]) if self.token_norm else z
+
+    def forward(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """p = f_C(f_D(f_E(x))) (equation 1): x -> logits [N, C] and L_code."""
+        c, code_loss, _ = self.codebook(self.encode(x), allowed)
+        return self.classifier(c.mT), code_loss  # line 14; the classifier expects channels first
+
+
 def client_update(model, theta, batches, optimizer, autocast, allowed):
     """Lines 6 and 12 to 17 for one client: trains `model` from theta [P] on.
 
@@ -194,9 +169,9 @@ def client_update(model, theta, batches, optimizer, autocast, allowed):
         with autocast():
             logits, code_loss = model(x, allowed)
             task_loss = F.cross_entropy(logits, y)  # line 16
-            loss = code_loss + task_loss  # line 17
+            loss = code_loss + task_loss
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # line 17
         optimizer.step()  # line 17
         total += len(y) * loss.detach()
         samples += len(y)
@@ -221,16 +196,6 @@ def average_codewords(before: Tensor, codewords: Tensor, sizes: Tensor, allowed:
     return torch.where(total > 0, mean.to(before), before)
 
 
-def average(codebook, theta, thetas, sizes, allowed):
-    """Line 20: theta [P], the clients' thetas [K, P], n_k [K], allowed [K, V] -> new theta."""
-    v, d = codebook.codewords.shape
-    cut = v * d  # theta begins with the codewords
-    before, after = theta[:cut].view(v, d), thetas[:, :cut].unflatten(1, (v, d))
-    theta = sizes / sizes.sum() @ thetas  # line 20, also for the statistics of batch norm
-    theta[:cut] = average_codewords(before, after, sizes, allowed).flatten()
-    return theta
-
-
 def predictive_entropy(probabilities: Tensor) -> Tensor:
     """Equation 6: probabilities of T passes [T, N, C] -> the entropy of their mean, in nats [N].
 
@@ -246,8 +211,10 @@ def predictive_entropy(probabilities: Tensor) -> Tensor:
 def client_evaluation(model, batches, autocast, passes, allowed=None):
     """Line 22 for one client: its uncertainty e_k, and for the log accuracy and perplexity, [3].
 
-    e_k is the mean entropy of its held-out samples, whose labels it does not need. The perplexity
-    is exp(entropy) of how often each codeword is used. Dropout stands before the linear layers.
+    e_k is the mean entropy of the held-out samples, and needs no labels. The accuracy is that on
+    the same samples, and of the mean of the same T passes with dropout, while the files of the
+    other methods switch dropout off. Dropout stands before the linear layers. The perplexity is
+    exp(entropy) of how often each codeword is used.
     """
     model.classifier.train()  # so that dropout stays on
     entropies, hits, indices = [], [], []
@@ -266,25 +233,37 @@ def client_evaluation(model, batches, autocast, passes, allowed=None):
 
 
 def evaluate(args, clients, trainer, model, theta, allowed, t):
-    """Line 22: the uncertainties e [K]. Beside them a dict, the columns of metrics.csv."""
-    measure = partial(trainer.map, client_evaluation, model, theta, t=t, passes=args.passes)
-    measured = measure(clients.ids, clients.test, per_client={"allowed": allowed})
-    e, accuracies, perplexities = measured.T.cpu()
+    """Line 22: returns the uncertainties e [K], and a dict, the columns of metrics.csv."""
+    results = trainer.map(
+        client_evaluation, model, theta, clients.ids, clients.test, t, {"allowed": allowed},
+        passes=args.passes,
+    )  # fmt: skip
+    e, accuracies, perplexities = results.T.cpu()
     measures = {"uncertainties": e, "accuracies": accuracies, "codewords": allowed.sum(1)}
     measures["id_accuracy"] = overall(accuracies, clients.test[: len(e)])
     measures["mA"], measures["mE"] = accuracies.mean(), e.mean()
     if args.codebook_size:
         measures["mP"] = perplexities.mean()
-    turned = [k for k in range(len(e)) if clients.groups[k] != clients.groups[0]]
-    if args.rotate and turned:
-        measures["turned_accuracy"] = accuracies[turned].mean()
-        extended = allowed[turned].sum(1) > args.codebook_size
-        measures["turned_extended"] = extended.float().mean()
+    if args.rotate:
+        measures |= turned_silos(args, clients, accuracies, allowed)
     if "ood" in clients.tests:  # a domain that no client has, so with all codewords
         pieces = clients.tests["ood"].split(1000)
-        measured = measure(torch.arange(len(pieces)), pieces)
-        measures["ood_accuracy"] = overall(measured[:, 1].cpu(), pieces)
+        ids = torch.arange(len(pieces))
+        results = trainer.map(client_evaluation, model, theta, ids, pieces, t, passes=args.passes)
+        measures["ood_accuracy"] = overall(results[:, 1].cpu(), pieces)
     return e, measures
+
+
+def turned_silos(args, clients, accuracies, allowed):
+    """The example's columns, for the silos whose angle is not the first one's, if there are any."""
+    turned = [k for k in range(len(allowed)) if clients.groups[k] != clients.groups[0]]
+    if not turned:
+        return {}
+    extended = allowed[turned].sum(1) > args.codebook_size
+    return {
+        "turned_accuracy": accuracies[turned].mean(),
+        "turned_extended": extended.float().mean(),
+    }
 
 
 def overall(accuracies, parts):
@@ -293,23 +272,42 @@ def overall(accuracies, parts):
     return n @ accuracies / n.sum()
 
 
-def build(args):
-    """Lines 1 and 2: clients, model, trainer and run."""
-    clients, base, trainer, run = prepare(args, dropout=args.dropout)  # line 1
-    if not any(isinstance(layer, nn.Dropout) for layer in base.classifier):
-        raise UserError(f"--model {args.model} has no dropout, so passes are equal: choose another")
-    if base.dim % args.segments:
-        raise UserError(f"--segments {args.segments} does not divide a token's {base.dim} channels")
-    with seeded(torch.device("cpu"), args.seed, "codebook"):
-        model = build_model(args, base)
-    return clients, model.to(trainer.device), trainer, run
+@torch.no_grad()
+def client_codewords(model, batches, autocast, size, rng):
+    """Line 9 for one client: K-means centroids of all its segments, [size, d / s] as a vector."""
+    width = model.codebook.codewords.shape[1]
+    with autocast():
+        segments = torch.cat([model.encode(x).reshape(-1, width) for x, _ in batches]).double()
+    with warnings.catch_warnings(action="ignore"):  # if segments are equal, codewords may be equal
+        # k-means++ and ten steps, on the segments of all training samples
+        centroids, _ = kmeans2(segments.cpu().numpy(), size, minit="++", rng=rng)  # line 9
+    return torch.from_numpy(centroids).to(segments.device, torch.float32).flatten()
 
 
-def build_model(args, base):
-    """Line 2: UEFL's model with the layers of a model of common/models.py."""
-    sizes = args.codebook_size, base.dim, args.segments
-    codebook = ExtensibleCodebook(*sizes, args.commitment, args.beta)
-    return UEFL(base.features, codebook, base.classifier, args.token_norm)
+def extend(args, clients, trainer, model, theta, allowed, grown, t):
+    """Lines 9 and 10: new codewords for each of the clients `grown`. Returns theta and allowed.
+
+    Only this client may use them (section 3.1). Line 10 adds v of them, and so do we, while tables
+    11, 14 and 16 double the codebook.
+    """
+    rngs = [random_at(args.seed, "codewords", t, k) for k in clients.ids.tolist()]
+    new = trainer.map(
+        client_codewords, model, theta, grown, clients.train, t, {"rng": rngs},
+        size=args.codebook_size,
+    )  # fmt: skip
+    train.set_weights(model, theta)
+    model.codebook.extend(new.view(-1, model.codebook.codewords.shape[1]))
+    own = clients.ids[:, None] == grown.repeat_interleave(args.codebook_size)
+    allowed = torch.cat([allowed, own.to(allowed.device)], dim=1)  # line 10
+    return train.get_weights(model), allowed
+
+
+def uncertain(entropies: Tensor, gamma: float) -> Tensor:
+    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K].
+
+    For a client whose entropy is NaN the answer is no.
+    """
+    return entropies > (1 + gamma) * entropies.nan_to_num(torch.inf).min()  # lines 8, 24
 
 
 def federate(args):
@@ -319,34 +317,45 @@ def federate(args):
     codewords once per iteration, as we do: at its end, for the clients that are uncertain then.
     """
     clients, model, trainer, run = build(args)
-    ids, v, state = clients.ids, args.codebook_size, run.state
-    theta = state.get("theta", train.get_weights(model))  # line 2
-    e = state.get("e", torch.zeros(len(ids)))  # line 3
-    allowed = state.get("allowed", theta.new_ones(len(ids), v, dtype=torch.bool))
-    added = allowed.shape[1] - v  # by the run that is resumed
-    model.codebook.extend(torch.zeros(added, model.codebook.codewords.shape[1]))
+    theta = run.state.get("theta", train.get_weights(model))  # line 2, or of a resumed run
+    e = run.state.get("e", torch.zeros(clients.participating))  # line 3
+    # All clients may use the first codewords
+    first = theta.new_ones(clients.participating, args.codebook_size, dtype=torch.bool)
+    allowed = run.state.get("allowed", first)
+    # A resumed run's theta has more codewords than the model was built with
+    size, d = model.codebook.codewords.shape
+    model.codebook.extend(torch.zeros(allowed.shape[1] - size, d))
 
-    for iteration in range(state.get("iteration", 1), args.iterations + 1):  # line 4
-        for t in run.rounds(args.rounds + (iteration - 1) * args.later_rounds):  # lines 5, 23
-            # Line 7: all silos. With another --partition, --sample says how many of the clients
-            selected = splits.draw(ids, clients.sample, random_at(args.seed, "select", t))
-            # Line 19: ids, weights [k, P] and losses of the clients whose upload is finite
+    for iteration in range(run.state.get("iteration", 1), args.iterations + 1):  # line 4
+        last = args.rounds + (iteration - 1) * args.later_rounds  # line 23: later ones are shorter
+        for t in run.rounds(last):  # line 5
+            rng = random_at(args.seed, "select", t)
+            # All silos; with another --partition, --sample of the clients
+            selected = splits.draw(clients.ids, clients.sample, rng)
+            # Lines 7, 19: ids [k], weights [k, P], losses [k] of the clients whose upload is finite
             trained, thetas, losses = trainer.train(
                 client_update, model, theta, selected, t, {"allowed": allowed}
             )
             n = clients.sizes[trained].to(theta)
-            theta = average(model.codebook, theta, thetas, n, allowed[trained])  # line 20
-            loss, measures = n / n.sum() @ losses, {}
+            alpha = n / n.sum()
+            cut = model.codebook.codewords.numel()  # theta begins with the codewords: see UEFL
+            before, after = theta[:cut].view(-1, d), thetas[:, :cut].unflatten(1, (-1, d))
+            theta = alpha @ thetas  # line 20, also for the statistics of batch norm
+            theta[:cut] = average_codewords(before, after, n, allowed[trained]).flatten()  # line 20
+
+            loss = alpha @ losses
+            measures = {}
             if run.evaluate_now:  # as in the last round of an iteration, whose e counts
                 e, measures = evaluate(args, clients, trainer, model, theta, allowed, t)  # line 22
             state = {"theta": theta, "e": e, "allowed": allowed, "iteration": iteration}
             run.record(t, state, selected=trained, train_loss=loss, iteration=iteration, **measures)
-        if not v or iteration == args.iterations:
+        if not args.codebook_size or iteration == args.iterations:
             break
-        grown = ids[uncertain(e, args.gamma).cpu()]  # line 8
+        grown = clients.ids[uncertain(e, args.gamma).cpu()]  # line 8
         if not len(grown):  # line 24
             print(f"{args.name}: training ends, because no client is above the threshold")
             break
+        # Lines 9, 10
         theta, allowed = extend(args, clients, trainer, model, theta, allowed, grown, run.t)
     run.draw("uncertainties", args.gamma)
     return run.finish(model, theta)
@@ -358,7 +367,9 @@ def federate(args):
 PAPER = {
     "partition": "silos", "rotate": [0, -50, 120], "silos": [3, 3, 3],  # section 4
     "codebook_size": 64, "gamma": 0.1,  # section 4
-    "rounds": 40, "later_rounds": 20, "model": "resblocks",  # appendix H, section 4, section 4
+    "rounds": 40,  # appendix H
+    "later_rounds": 20,  # section 4
+    "model": "resblocks",  # section 4
     # The authors' code. Adam starts anew in each round, which is our choice
     "optimizer": "adam", "lr": 1e-4, "batch_size": 1024, "local_epochs": 20,
     "precision": "tf32",  # on a CPU float32, in which all our results were measured

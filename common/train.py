@@ -132,7 +132,9 @@ class Trainer:
         """The selected clients, int64 [K], train from theta in round t, each on its own samples.
 
         client_update  called as client_update(model, theta, batches, optimizer, autocast, ...);
-                       trains `model` from theta on the batches (x, y), and returns the mean loss
+                       trains `model` from theta on the batches (x, y), and returns the mean loss.
+                       It must begin with set_weights(model, theta), because `model` still has the
+                       weights of another client
         per_client     name -> one value per client id, for client_update as a keyword argument
         options        keyword arguments of client_update that are the same for all clients
 
@@ -181,8 +183,9 @@ class Trainer:
     ) -> Tensor:
         """What `function` computes for each of these clients, int64 [K]: a matrix [K, n].
 
-        function  called as function(model, batches, autocast, ...), where the model has the weights
-                  theta, and the batches are all of samples[client], in order; returns a vector [n]
+        function  called as function(model, batches, autocast, ...), where the model already has the
+                  weights theta, unlike in train(), and the batches are all of samples[client], in
+                  order; returns a vector [n]
         per_client, options  as for train()
 
         Raises UserError if a result is not finite.
