@@ -212,8 +212,8 @@ def client_evaluation(model, batches, autocast, passes, allowed=None):
     """Line 22 for one client: its uncertainty e_k, and for the log accuracy and perplexity, [3].
 
     e_k is the mean entropy of the held-out samples, and needs no labels. The accuracy is that on
-    the same samples, and of the mean of the same T passes with dropout, while the files of the
-    other methods switch dropout off. Dropout stands before the linear layers. The perplexity is
+    the same samples, by the mean probabilities of the same T passes with dropout, while the other
+    methods' files switch dropout off. Dropout stands before the linear layers. The perplexity is
     exp(entropy) of how often each codeword is used.
     """
     model.classifier.train()  # so that dropout stays on
