@@ -159,8 +159,8 @@ def federate(args):
 # common/settings.py says which values are the paper's. On glyphs at most 10 vertices train, so that
 # the hull trains as many clients as minimax selection.
 RARE = {
-    "partition": "rare", "clients": 40, "sample": 10, "width": 0.25, "batch_size": 64, "lr": 0.2,
-    "rounds": 50,
+    "partition": "rare", "clients": 80, "hull_dim": 4, "width": 0.25, "local_epochs": 2,
+    "batch_size": 30, "lr": 0.2, "rounds": 100, "evaluate_every": 5, "precision": "float32",
 }  # fmt: skip
 SETTINGS = {
     "glyphs": {**WU, **RARE},

@@ -135,7 +135,8 @@ def federate(args):
 # is section V. WU: lr 0.1, 5 local epochs, batches of 128. RESNET: 0.01, 3 and 16.
 # common/settings.py says which values are the paper's, and what we chose where it is silent.
 RARE = {
-    "partition": "rare", "clients": 40, "width": 0.25, "batch_size": 64, "lr": 0.2, "rounds": 50,
+    "partition": "rare", "clients": 80, "sample": 10, "width": 0.25, "local_epochs": 2,
+    "batch_size": 30, "lr": 0.2, "rounds": 100, "evaluate_every": 5, "precision": "float32",
 }  # fmt: skip
 SETTINGS = {
     "glyphs": {**WU, **RARE},
