@@ -154,7 +154,7 @@ def parse(
     small      the same for what --small changes
     own_flags  called with argparse's add_argument, to add the method's own flags
 
-    Adds `method`, its name; `code`, a hash of its file and of common/*.py; and `is_example`,
+    Adds `method`, its name; `code`, a hash of all code that can move a number; and `is_example`,
     whether this is the example as it stands. Raises UserError for flags that make no sense, or that
     NEEDS says have no effect.
     """
@@ -189,8 +189,9 @@ def parse(
     now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # several runs may start in the same second
     out = Path(args.resume or args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}")
     args.out = str(out if out.name not in ("", "..") else out.resolve())  # "." has no name
-    common = Path(__file__).parent.parent  # without the runner, on which no number depends
-    sources = [Path(file), *sorted(common.glob("*.py"))]
+    runner = Path(__file__).parent  # of which only these can move a number
+    sources = [Path(file), *sorted(runner.parent.glob("*.py"))]
+    sources += [runner / f"{name}.py" for name in ("setup", "runs", "compare")]
     args.code = hashlib.sha1(b"".join(source.read_bytes() for source in sources)).hexdigest()
     if resume and defaults.get("code") != args.code:
         raise UserError(f"{resume} belongs to other code: use that, or start a new run")
