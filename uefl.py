@@ -209,27 +209,26 @@ def predictive_entropy(probabilities: Tensor) -> Tensor:
 
 @torch.no_grad()
 def client_evaluation(model, batches, autocast, passes, allowed=None):
-    """Line 22 for one client: its uncertainty e_k, and for the log accuracy and perplexity, [3].
+    """Line 22 for one client: its uncertainty e_k, and for the log perplexity and answers.
 
-    e_k is the mean entropy of the held-out samples, and needs no labels. The accuracy is that on
-    the same samples, by the mean probabilities of the same T passes with dropout, while the other
-    methods' files switch dropout off. Dropout stands before the linear layers. The perplexity is
-    exp(entropy) of how often each codeword is used.
+    e_k is the mean entropy of the held-out samples, and needs no labels. The answers, how many
+    samples of class i are called j, are those of the mean probabilities of the same T passes with
+    dropout, while the other methods' files switch dropout off. Dropout stands before the linear
+    layers. The perplexity is exp(entropy) of how often each codeword is used. Returns [2 + C C].
     """
     model.classifier.train()  # so that dropout stays on
-    entropies, hits, indices = [], [], []
+    entropies, answers, indices = [], 0, []
     for x, y in batches:
         with autocast():
             c, _, index = model.codebook(model.encode(x), allowed)  # once for all passes
             logits = torch.stack([model.classifier(c.mT) for _ in range(passes)])
         p = logits.float().softmax(2)  # [passes, N, C]
         entropies.append(predictive_entropy(p))
-        hits.append(p.mean(0).argmax(1) == y)
+        answers = answers + train.confusion(y, p.mean(0).argmax(1), p.shape[2])
         indices.append(index.flatten())
     usage = torch.bincount(torch.cat(indices)).float()
     perplexity = torch.special.entr(usage / usage.sum()).sum().exp()
-    e, accuracy = torch.cat(entropies).mean(), torch.cat(hits).float().mean()
-    return torch.stack([e, accuracy, perplexity])
+    return torch.hstack([torch.cat(entropies).mean(), perplexity, answers.flatten()])
 
 
 def evaluate(args, clients, trainer, model, theta, allowed, t):
@@ -238,38 +237,27 @@ def evaluate(args, clients, trainer, model, theta, allowed, t):
         client_evaluation, model, theta, clients.ids, clients.test, t, {"allowed": allowed},
         passes=args.passes,
     )  # fmt: skip
-    e, accuracies, perplexities = results.T.cpu()
-    measures = {"uncertainties": e, "accuracies": accuracies, "codewords": allowed.sum(1)}
-    measures["id_accuracy"] = overall(accuracies, clients.test[: len(e)])
-    measures["mA"], measures["mE"] = accuracies.mean(), e.mean()
+    e, perplexities, shape = results[:, 0], results[:, 1], (trainer.classes, trainer.classes)
+    of_clients = results[:, 2:].long().unflatten(1, shape)
+    accuracies, answers = train.accuracy(of_clients), of_clients.sum(0)
+    measures = {
+        "uncertainties": e, "accuracies": accuracies, "codewords": allowed.sum(1),
+        "id_accuracy": train.accuracy(answers), "mA": accuracies.mean(), "mE": e.mean(),
+    }  # fmt: skip
     if args.codebook_size:
         measures["mP"] = perplexities.mean()
-    if args.rotate:
-        measures |= turned_silos(args, clients, accuracies, allowed)
+    turned = [k for k in range(len(e)) if clients.groups[k] != clients.groups[0]]
+    if args.rotate and turned:  # the example's silos whose angle is not the first one's
+        extended = allowed[turned].sum(1) > args.codebook_size
+        measures["turned_accuracy"] = accuracies[turned].mean()
+        measures["turned_extended"] = extended.float().mean()
     if "ood" in clients.tests:  # a domain that no client has, so with all codewords
         pieces = clients.tests["ood"].split(1000)
         ids = torch.arange(len(pieces))
         results = trainer.map(client_evaluation, model, theta, ids, pieces, t, passes=args.passes)
-        measures["ood_accuracy"] = overall(results[:, 1].cpu(), pieces)
-    return e, measures
-
-
-def turned_silos(args, clients, accuracies, allowed):
-    """The example's columns, for the silos whose angle is not the first one's, if there are any."""
-    turned = [k for k in range(len(allowed)) if clients.groups[k] != clients.groups[0]]
-    if not turned:
-        return {}
-    extended = allowed[turned].sum(1) > args.codebook_size
-    return {
-        "turned_accuracy": accuracies[turned].mean(),
-        "turned_extended": extended.float().mean(),
-    }
-
-
-def overall(accuracies, parts):
-    """The accuracy on the samples of all parts, from the accuracy on each of them, [parts]."""
-    n = torch.tensor([float(len(part)) for part in parts])
-    return n @ accuracies / n.sum()
+        answers = results[:, 2:].long().sum(0).view(shape)
+        measures["ood_accuracy"] = train.accuracy(answers)
+    return e, {**measures, "confusion": answers}
 
 
 @torch.no_grad()

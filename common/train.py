@@ -243,8 +243,7 @@ class Trainer:
         measures = dict(zip(tests, accuracies.tolist(), strict=True))
         shown = [*tests].index("ood_accuracy" if "ood" in clients.tests else "id_accuracy")
         predicted, labels = predictions[shown]
-        cells = torch.bincount(labels * self.classes + predicted, minlength=self.classes**2)
-        measures["confusion"] = cells.view(self.classes, self.classes)
+        measures["confusion"] = confusion(labels, predicted, self.classes)
         measures["selected_size"] = clients.sizes[selected].mean()
         if "rare" in clients.tests:
             rare = [clients.groups[k] == "one class" for k in selected]
@@ -278,6 +277,17 @@ class Trainer:
         accuracies = [(guess == label).float().mean() for guess, label in predictions]
         means = [loss.mean() for loss in losses]
         return torch.stack(accuracies), torch.stack(means), [*predictions]
+
+
+def confusion(labels: Tensor, predicted: Tensor, classes: int) -> Tensor:
+    """How many samples of class i are called j: int64 [classes, classes]."""
+    cells = torch.bincount(labels * classes + predicted, minlength=classes**2)
+    return cells.view(classes, classes)
+
+
+def accuracy(confusion: Tensor) -> Tensor:
+    """The share of right answers, from the counts that confusion() returns [..., C, C]."""
+    return confusion.diagonal(dim1=-2, dim2=-1).sum(-1) / confusion.sum((-2, -1))
 
 
 def finite(results: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ def test_perplexity_counts_codewords_in_equal_use():
     batches = [(ramp, torch.arange(4))] * 2
     for allowed, perplexity in ((torch.ones(4) > 0, 4), (torch.arange(4) == 2, 1)):
         found = uefl.client_evaluation(model, batches, nullcontext, 1, allowed)
-        assert found[2].item() == pytest.approx(perplexity)
+        assert found[1].item() == pytest.approx(perplexity)
 
 
 def test_with_dropout_the_uncertainty_is_the_entropy_of_the_mean_pass(built):
@@ -301,6 +301,10 @@ def test_a_whole_run_is_algorithm_1_by_hand(start, tiny):
             counts = " ".join(str(count) for count in allowed.sum(1).tolist())
             assert (row["iteration"], row["codewords"]) == (str(iteration), counts)
     assert t == len(rows) == 4 and allowed.shape[1] > 4
+    answers = model(tiny.x[tiny.test].float() / 127.5 - 1)[0].argmax(1)
+    expected, *_ = np.histogram2d(tiny.y[tiny.test], answers, 3, [[0, 3], [0, 3]])
+    found = np.genfromtxt(folder / "confusion.csv", delimiter=",", skip_header=1)[:, 1:]
+    assert (found == expected).all()
     assert torch.allclose(kept(folder)["theta"], theta, atol=1e-4)
 
 

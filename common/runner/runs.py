@@ -196,7 +196,7 @@ class Run:
             for file, row in (("model.pt", self.rows[-1]), ("best_id.pt", self.best_row())):
                 print(f"{self.args.name}: {file} is of round {row['round']}, {_short(row)}")
         if self.confusion is not None:
-            classes = self.data.classes
+            classes, self.confusion = self.data.classes, self.confusion.cpu()
             rows = zip(classes, self.confusion.tolist(), strict=True)
             header = ["class", *(f"called {name}" for name in classes)]
             self._write_csv("confusion.csv", [header, *([name, *counts] for name, counts in rows)])
