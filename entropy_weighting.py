@@ -70,8 +70,8 @@ def federate(args):
     sizes = counts.sum(1)
     alphas = {
         "entropy": entropy_weights(counts),
-        "size": sizes / sizes.sum(),
         "equal": torch.full_like(sizes, 1 / len(sizes)),
+        "size": sizes / sizes.sum(),
     }
     w = run.state.get("w", train.get_weights(model))
     for t in run.rounds(args.rounds):

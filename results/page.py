@@ -81,22 +81,27 @@ def at_level(c):
     return f"{with_interval(there, c.column)}, p {p}, round {level} ({baseline})"
 
 
+def difference(c):
+    """Method minus baseline or, for a ratio, method divided by baseline, with its interval."""
+    if not c.is_ratio:
+        return with_interval(c.difference(), c.column)
+    mean, low, high = np.exp(interval(c.difference()))
+    return f"{mean:.2f} ({low:.2f} to {high:.2f})"
+
+
 def table(rows):
     """Method and baseline, seed by seed."""
     header = ["", "method", "baseline", "difference", "p", "seeds", "the paper"]
     lines = [[*header, "at the paper's level"]]
     for c in rows:
         method, baseline = (pm(side, c.column) for side in c.sides())
-        difference = with_interval(c.difference(), c.column)
-        if c.is_ratio:
-            mean, low, high = np.exp(interval(c.difference()))
-            difference = f"{mean:.2f} ({low:.2f} to {high:.2f}) times"
         seeds = f"{len(c.common)}" + f": {c.common[0]}-{c.common[-1]}" * bool(c.seeds)
         paper = ""
         if c.paper:
             paper = f"{show(c.effect, c.column, '+')}, p {show_p(c.welch(c.difference()))}"
         p = show_p(c.p) if c.p is not None else ""
-        lines.append([c.label, method, baseline, difference, p, seeds, paper, at_level(c)])
+        by = difference(c) + " times" * c.is_ratio
+        lines.append([c.label, method, baseline, by, p, seeds, paper, at_level(c)])
     return without_empty_columns(lines)
 
 
@@ -114,13 +119,19 @@ def rounds(rows):
 
 
 def draw(file, rows):
-    """A panel for each comparison: both sides over the rounds, and what the paper reports."""
+    """A panel for each comparison: both sides over the rounds, and what the paper reports.
+
+    Its title says what is compared, of what, and the difference as in the table.
+    """
     width = min(len(rows), 3)
     height = len(rows) // width
-    with plots.drawn(file, 3.4 * width, 2.9 * height) as figure:
+    with plots.drawn(file, 3.4 * width, 3.2 * height) as figure:
         for axes, c in zip(figure.subplots(height, width).flat, rows, strict=True):
-            names, _, title = c.label.partition(": ")
-            for k, name in enumerate(names.split(", not ")):
+            names, _, what = c.label.partition(": ")
+            names = names.split(", not ")
+            by = f"{'ratio' if c.is_ratio else 'difference'} {difference(c)}"
+            title = f"{' against '.join(names)}\n{what}\n{by}"
+            for k, name in enumerate(names):
                 values = c.over_experiments(c.values)[k]
                 mean, deviation = values.mean(0), values.std(0, ddof=1)
                 colour, band = plots.COLOURS[k], (mean - deviation, mean + deviation)

@@ -147,25 +147,27 @@ def heat(axes: Axes, values: Tensor, label: str = "") -> None:
 
 
 def weights(run, counts: Tensor, entropies: Tensor, alphas: Mapping[str, Tensor]) -> None:
-    """The labels, the entropy and the aggregation weights of clients, ordered by their entropy.
+    """The labels and the aggregation weights of clients, ordered by the entropy of their labels.
 
     counts     [M, C] labels of each client
     entropies  [M] in nats
-    alphas     name of a weighting -> [M], sum 1
+    alphas     name of a weighting -> [M], sum 1; the weights of the first one are filled
     """
-    order = entropies.argsort(stable=True)
-    shares = (counts / counts.sum(1, keepdim=True))[order]
-    with drawn(run.folder / "weights.png", 7.0, 5.4) as figure:
-        labels, entropy, weight = figure.subplots(3, 1, sharex=True, height_ratios=[2, 1, 1.4])
-        labels.set(title="share of each class", ylabel="class")
-        heat(labels, shares.T)
-        entropy.set(title="entropy of the labels (nats)")
-        entropy.bar(range(len(order)), entropies[order].numpy(), color="0.5")
+    order = np.lexsort((counts.argmax(1), entropies))  # if equal, by the largest class
+    held = (counts / counts.sum(1, keepdim=True))[order].cumsum(1)
+    heights = torch.linspace(0.005, 0.995, 100).repeat(len(order), 1)
+    with drawn(run.folder / "weights.png", 7.0, 4.2) as figure:
+        labels, weight = figure.subplots(2, 1, sharex=True)
+        classes = torch.searchsorted(held, heights).T.numpy()
+        labels.imshow(classes, "turbo", aspect="auto", interpolation="nearest")
+        labels.set(title="what a client holds: a colour is a class", yticks=[])
+        edges = np.arange(len(order) + 1) - 0.5
         for i, (name, of_clients) in enumerate(alphas.items()):
-            weight.plot(of_clients[order].numpy(), MARKERS[i], ms=3.5, color=COLOURS[i], label=name)
-        weight.set(title="aggregation weight", xlabel="participating client, by entropy")
-        weight.set_ylim(bottom=0)
-        weight.legend(ncols=len(alphas))
+            style = {"color": COLOURS[i], "ls": LINES[i], "fill": i == 0, "label": name, "lw": 1.5}
+            weight.stairs(100 * of_clients[order].numpy(), edges, **style)
+        weight.set(title="how much it counts in the average (percent)")
+        weight.set(xlabel="client, from the lowest entropy of labels to the highest")
+        legend_below(weight, len(alphas))
 
 
 def confusion(file: Path, counts: Tensor, classes: Sequence[str]) -> None:
@@ -251,22 +253,26 @@ def hull(run, known: Tensor, points: Tensor, vertices: Tensor) -> None:
 
 
 def uncertainties(run, gamma: float) -> None:
-    """For UEFL: the clients' uncertainties at the end of each iteration, and who is above the line.
+    """For UEFL: the silos' uncertainties at the end of each iteration, and who is above the line.
 
-    The numbers in the bars are the codewords that a client has had until then.
+    Beside the bars are the codewords that a silo has had until then.
 
-    gamma  a client gets codewords if its uncertainty is above (1 + gamma) times the smallest one
+    gamma  a silo gets codewords if its uncertainty is above (1 + gamma) times the smallest one
     """
     ends = {row["iteration"]: row for row in run.rows if "uncertainties" in row}
-    file, groups = run.folder / "uncertainties.png", run.clients.groups
-    with drawn(file, 2.6 * len(ends) + 0.4, 3.1) as figure:
-        all_axes = figure.subplots(1, len(ends), squeeze=False, sharey=True)[0]
+    kind = "silo {}, turned {}°" if run.args.rotate else "silo {}, {}"
+    file, m = run.folder / "uncertainties.png", run.clients.participating
+    names = [kind.format(k, run.clients.groups[k]) for k in range(m)]
+    with drawn(file, 2.4 * len(ends) + 1, 1.3 + 0.25 * m) as figure:
+        figure.suptitle("a silo whose bar crosses the dotted line gets new codewords")
+        all_axes = figure.subplots(1, len(ends), squeeze=False, sharex=True, sharey=True)[0]
         for axes, row in zip(all_axes, ends.values(), strict=True):
-            e, at = np.array(row["uncertainties"]), range(len(row["uncertainties"]))
+            e = np.array(row["uncertainties"])
             threshold = (1 + gamma) * e.min()
-            bars = axes.bar(at, e, color=np.where(e > threshold, COLOURS[1], "0.6"))
-            axes.bar_label(bars, [int(count) for count in row["codewords"]], label_type="center")
-            axes.axhline(threshold, color="black", ls=":", lw=0.9)
-            axes.set(title=f"uncertainty after round {row['round']} (nats)\nin the bars: codewords")
-            axes.set(xlabel="client, domain")
-            axes.set_xticks(at, [f"{k}\n{groups[k]}" for k in at], fontsize=7)
+            bars = axes.barh(names, e, color=np.where(e > threshold, COLOURS[3], "0.8"))
+            words = [f"{n:.0f} words" for n in row["codewords"]]
+            axes.bar_label(bars, words, padding=6, backgroundcolor="white")
+            axes.margins(x=0.3)
+            axes.axvline(threshold, color="black", ls=":", lw=0.9)
+            axes.set(title=f"after round {row['round']}", xlabel="uncertainty (nats)")
+        all_axes[0].invert_yaxis()
