@@ -3,12 +3,15 @@
 import doctest
 import importlib
 import re
+import sys
 from importlib.util import find_spec
 
 import pytest
-from helpers import METHODS, ROOT, make_tiny, read_rows
+import torch.nn.functional as F
+from helpers import METHODS, ROOT, drawn, make_tiny, prepared, read_rows
 
 import common.data
+import fediir
 from common.runner.measures import MEASURES
 from docs import lines
 
@@ -76,6 +79,25 @@ def test_the_code_of_the_page_about_python_runs(tmp_path, monkeypatch):
     found = [read_rows(tmp_path / f"runs/alpha{alpha}")[-1] for alpha in (0.1, 1, 10)]
     expected = [float(row["ood_accuracy"]) for row in found]
     assert names["accuracies"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_program_about_fediirs_limits_measures_the_disagreement(
+    monkeypatch, capsys
+):
+    """In round 1, on a tenth of the digits: a linear classifier has the gradient (p - label) z."""
+    monkeypatch.setattr("common.glyphs.glyphs", lambda *n: drawn(*(count // 10 for count in n)))
+    monkeypatch.setattr(sys, "argv", ["penalty.py", "32", "all", "400"])
+    (program,) = re.findall(r"```python\n(import sys\n.*?)```", PAGES["fediir_limits"], re.S)
+    exec(program.replace("range(1, 121)", "range(1, 2)"), {})
+    charged = float(re.search(r"charged: (\S+)", capsys.readouterr().out)[1])
+    data, clients, model, *_ = prepared(fediir, "--seed 400")
+    gradients = []
+    for k in clients.train:
+        z = F.pad(model.features(data.x[k].float() / 127.5 - 1), (0, 1), value=1)  # with the bias
+        error = model(data.x[k].float() / 127.5 - 1).softmax(1) - F.one_hot(data.y[k], 2)
+        gradients.append(error.T @ z / len(k))
+    distance = (gradients[0] - gradients[1]).square().sum() / 4  # of each from their mean
+    assert charged == pytest.approx(50 / 2 * distance.item(), abs=0.001)
 
 
 @pytest.mark.parametrize("method", METHODS)
