@@ -81,9 +81,7 @@ def test_the_code_of_the_page_about_python_runs(tmp_path, monkeypatch):
     assert names["accuracies"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_program_about_fediirs_limits_measures_the_disagreement(
-    monkeypatch, capsys
-):
+def test_the_program_about_fediirs_limits_measures_the_disagreement(monkeypatch, capsys):
     """In round 1, on a tenth of the digits: a linear classifier has the gradient (p - label) z."""
     monkeypatch.setattr("common.glyphs.glyphs", lambda *n: drawn(*(count // 10 for count in n)))
     monkeypatch.setattr(sys, "argv", ["penalty.py", "32", "all", "400"])
