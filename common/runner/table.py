@@ -177,7 +177,7 @@ def table(rows: Mapping[str, Row], compared: Sequence[tuple], last: int) -> list
     """A line for each row, and one for each two that are compared, by test domain if need be."""
     header = ["", "seeds", "rounds"]
     for column in shown("table"):
-        header.append(column + ", all rounds" * (measure_of(column).rounds == "all"))
+        header.append(column + ", all evaluations" * (measure_of(column).rounds == "all"))
     lines = [header]
     domains = {label: [*dict.fromkeys(d for _, d in row)] for label, row in rows.items()}
     for label, row in rows.items():
