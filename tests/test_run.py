@@ -123,7 +123,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(start, start_and_stop, w
 def test_baselines_are_ordinary_runs_that_anybody_can_start_by_hand(start, method):
     """Each has its flags, metrics, checkpoint, model and pictures, and can be resumed."""
     folder = start(method, CUTS[method] + "--out run")
-    files = {"args.json", "metrics.csv", "checkpoint.pt", "model.pt"}
+    files = {"about.txt", "args.json", "metrics.csv", "checkpoint.pt", "model.pt"}
     files |= {"confusion.csv", "confusion.png", "partition.png", *MORE_FILES.get(method, [])}
     assert {file.name for file in (folder / "run").iterdir()} == {*files, "curves.png"}
     assert {file.name for file in folder.iterdir()} == {
@@ -160,10 +160,15 @@ def test_the_model_of_any_run_is_loaded_in_one_line(method, whole, tiny):
         load(folder.parent)
 
 
-def test_the_flags_file_has_the_text_for_a_report(whole):
-    about = json.loads((whole(fedavg) / "args.json").read_text())["about"]
-    assert about.startswith("4 of 6 clients participate, with ")
-    assert "4 rounds of 1 local epochs with batches of 16" in about
+@pytest.mark.parametrize("method", [convex_hull_select, uefl])
+def test_the_text_for_a_report_says_what_has_happened(method, whole):
+    """A hull has as many vertices as it has, and UEFL's last iteration ends in its fourth round."""
+    folder = whole(method)
+    about = (folder / "about.txt").read_text()
+    weights = [t for t in torch.load(folder / "model.pt").values() if t.is_floating_point()]
+    trained = sorted({len(row["selected"].split()) for row in read_rows(folder)})
+    assert f"{trained[0]}{f' to {trained[-1]}' * (len(trained) > 1)} train per round" in about
+    assert f"has {sum(t.numel() for t in weights):,} weights" in about and "In 4 rounds" in about
 
 
 def test_a_run_that_was_stopped_in_its_baseline_goes_on_there(start, start_and_stop, capsys):
@@ -276,7 +281,8 @@ MISTAKES = [
     (fedavg, "--selection best", "--selection"),
     (convex_hull_select, "--hull-dim 9", "--hull-dim: 9 is out of range: 1 to 8"),
     (fedavg, "--small", "glyphs is small already"),
-    (fedavg, "--out ", "--out: is empty"),
+    (fedavg, "--out ", "value is empty"),
+    (fedavg, "--out=", "value is empty"),
     (fedavg, "--out full", "full is taken: choose another --out"),
     (fedavg, "--out full/notes.txt", "notes.txt is taken"),
     (fedavg, "--resume nowhere", "no run to resume"),
@@ -377,19 +383,19 @@ def test_what_a_copy_records_is_converted_or_refused_in_the_first_round(
     run = new_run(tiny)
     next(run.rounds(1))
     values = {"a": (1, 2.5), "b": np.float64(0.5), "c": np.arange(3), "d": torch.tensor(True)}
-    run.record(1, {"theta": torch.ones(2), "best": {"round": 3}}, **values, e=None, f=7)
+    run.record(1, {"theta": torch.ones(2), "best": {"round": 3}}, [0], **values, e=None, f=7)
     [row] = read_rows(tmp_path / "run")
     assert [row[name] for name in "abcdf"] == ["1 2.5", "0.5", "0 1 2", "1", "7"]
     saved = torch.load("run/checkpoint.pt", weights_only=True)
     assert saved["rows"][0]["b"] == 0.5 and saved["rows"][0]["c"] == [0, 1, 2]
     for wrong in ("text", {"x": 1}, [[1], [1, 2]], run):
         with pytest.raises(UserError, match="wrong is no number and no list of numbers"):
-            run.record(1, {}, wrong=wrong)
+            run.record(1, {}, [0], wrong=wrong)
     monkeypatch.chdir(tmp_path / "run")
     run = new_run(tiny)
     next(run.rounds(1))
     with pytest.raises(UserError, match="something else than numbers and tensors"):
-        run.record(1, {"mean": np.float64(0.5)})
+        run.record(1, {"mean": np.float64(0.5)}, [0])
 
 
 def test_checkpoints_take_at_most_a_hundredth_of_the_time(tiny, tmp_path, monkeypatch):
@@ -405,7 +411,7 @@ def test_checkpoints_take_at_most_a_hundredth_of_the_time(tiny, tmp_path, monkey
     monkeypatch.setattr(run, "_write_checkpoint", write)
     for t in run.rounds(100):
         clock[0] += 10
-        run.record(t, {})
+        run.record(t, {}, [0])
     assert saves[0] == 1 and 5 <= len(saves) <= 7
     assert np.diff(saves).min() >= 19
 

@@ -1,6 +1,5 @@
 """Runs a method and its baselines, with one seed or several, and says what came out."""
 
-import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -82,12 +81,10 @@ def plans_of(args: Namespace) -> list[Namespace]:
 
 def run_all(args, federate, label, changes, plans) -> Runs:
     """Runs the method and its baselines by each plan."""
-    ranks.agree({"seeds and domains": [(plan.seed, plan.test_domain) for plan in plans]})
-    began = time.monotonic()
     runs: dict[str, list[Run]] = {name: [] for name in changes}
     if len(plans) > 1 and ranks.RANK == 0:
         write_args(Path(args.out), {"flags": vars(args)}, args.resume)
-    for i, plan in enumerate(plans):
+    for i, plan in enumerate(plans, start=1):
         rounds = plan.rounds
         for name, flags in changes.items():
             out = str(folder_of(plan.out, name, label))
@@ -98,9 +95,8 @@ def run_all(args, federate, label, changes, plans) -> Runs:
             run = federate(own)
             runs[name].append(run)
             rounds = run.t  # a baseline stops when the method has stopped
-        left = (time.monotonic() - began) / (i + 1) * (len(plans) - i - 1)
-        if left:
-            print(f"{i + 1} of {len(plans)} done, {left / 60:.0f} minutes left", flush=True)
+        if len(plans) > 1:
+            print(f"{i} of {len(plans)} done", flush=True)
     return runs
 
 

@@ -33,18 +33,10 @@ def within(kind: type, low: float, high: float = 10**9) -> Callable[[str], float
             raise argparse.ArgumentTypeError(f"{text} is out of range: {low:g} to {high:g}")
         return value
 
-    number.__name__ = "whole number" if kind is int else "number"  # argparse names it in its errors
-    return number
+    return number  # argparse names this function in its errors
 
 
 positive = within(float, 1e-12)
-
-
-def not_empty(text: str) -> str:
-    """An argparse type: a word. An empty one comes from a shell variable that is not set."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("is empty: give a name, or leave the flag out")
-    return text
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -65,11 +57,11 @@ class Parser(argparse.ArgumentParser):
 def add_first_flags(parser: Parser, example: str) -> None:
     """The flags on which the defaults of all others depend. The first data set is the example's."""
     add = parser.add_argument_group("settings").add_argument
-    add("--dataset", type=not_empty, default=example,
+    add("--dataset", default=example,
         help=f"{', '.join(data.NAMES)}, or a folder of images")
     add("--small", action=BooleanOptionalAction, default=False,
         help="our cut of the settings: minutes without a GPU")
-    add("--resume", type=not_empty, metavar="DIR",
+    add("--resume", metavar="DIR",
         help="continue what was started in this folder, with its flags")
 
 
@@ -77,7 +69,7 @@ def add_shared_flags(parser: Parser) -> None:
     """The other flags that all methods share, with the defaults that hold if no data set's do."""
     whole = within(int, 1)
     add = parser.add_argument_group("data").add_argument
-    add("--data-dir", type=not_empty, default="data",
+    add("--data-dir", default="data",
         help="folder of the data sets; downloads go there, too")
     add("--image-size", type=within(int, 8), default=96,
         help="pixels: a folder's images are scaled to this size")
@@ -110,7 +102,7 @@ def add_shared_flags(parser: Parser) -> None:
     add("--model", choices=models.NAMES, default="cnn", help="see common/models.py")
     add("--width", type=positive, default=1.0,
         help="multiplies the channels of cnn, convnet and resblocks")
-    add("--pretrained", type=not_empty, nargs="?", const="imagenet", metavar="FILE",
+    add("--pretrained", nargs="?", const="imagenet", metavar="FILE",
         help="start from ImageNet weights, downloaded or from FILE (resnet18, resnet50, vgg16)")
     add("--rounds", type=whole, default=30, help="T, communication rounds")
     add("--local-epochs", type=whole, default=5, help="E, a client's passes over its data")
@@ -133,7 +125,7 @@ def add_shared_flags(parser: Parser) -> None:
         " (default: one per core or GPU, and no more than clients in a round)")
     add("--precision", choices=["float32", "tf32", "bfloat16", "auto"], default="auto",
         help="tf32: a GPU's convolutions round; bfloat16: autocast; auto: what is fast here")
-    add("--out", type=not_empty, metavar="DIR",
+    add("--out", metavar="DIR",
         help="the run's folder (default: a new one under runs/)")
 # fmt: on
 
@@ -159,6 +151,10 @@ def parse(
     NEEDS says have no effect.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if any(
+        word == "" or word.endswith("=") for word in argv
+    ):  # of a shell variable that is not set
+        raise UserError("a flag's value is empty: give one, or leave the flag out")
     method = Path(file).stem
     first = Parser(prog=f"{method}.py", add_help=False, allow_abbrev=False)
     add_first_flags(first, next(iter(settings)))

@@ -11,7 +11,6 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
-from threading import Thread
 
 import numpy as np
 import torch
@@ -58,9 +57,8 @@ class Run:
         checkpoint = self.folder / "checkpoint.pt"
         if args.resume and checkpoint.exists():
             self._restore(checkpoint, device)
-        weights = train.get_weights(model)
-        self.about = setting(args, clients, len(weights))
-        others = {"round": self.t, "initial weights": weights.double().sum().item()}
+        weights = train.get_weights(model).double().sum().item()
+        others = {"round": self.t, "initial weights": weights}
         if self.t:
             others["checkpoint"] = zlib.crc32(checkpoint.read_bytes())
         ranks.agree({**self.facts, **others})
@@ -102,11 +100,8 @@ class Run:
             mininterval=0.2 if sys.stderr.isatty() else 60,
             disable=ranks.RANK > 0,
         )
-        if sys.stderr.isatty():  # a batch may take a minute
-            Thread(target=self._tick, daemon=True).start()
         if ranks.RANK == 0:
             about = {
-                "about": self.about,
                 "flags": vars(self.args),
                 "classes": self.data.classes,
                 "shape": [*self.data.x.shape[1:]],
@@ -120,12 +115,6 @@ class Run:
             if self.args.partition in ("domain", "silos"):
                 plots.samples(self.folder / "samples.png", self.data)
 
-    def _tick(self) -> None:
-        """Shows the time that has passed, every second until the bar is closed."""
-        while not self.bar.disable:
-            time.sleep(1)
-            self.bar.refresh()
-
     def progress(self, share: float) -> None:
         """Moves the clock by this share of a round. Training before round 1 counts as none."""
         self._open()
@@ -135,6 +124,7 @@ class Run:
         self,
         t: int,
         state: dict,
+        selected: Tensor,
         candidate: Tensor | None = None,
         confusion: Tensor | None = None,
         **values,
@@ -142,6 +132,7 @@ class Run:
         """Ends round t: adds a row to metrics.csv, shows it, and saves from time to time.
 
         state      what the next round and a resumed run need, as numbers and tensors by name
+        selected   the ids of the clients that have trained, int64 [k]
         candidate  weights [P]; those of the first round with the largest id_accuracy are saved as
                    best_id.pt
         confusion  how many samples of class i are called j, [classes, classes]: the last one is
@@ -156,6 +147,7 @@ class Run:
             self.confusion = confusion
             values |= {"predicted": confusion.sum(0), "hits": confusion.diagonal()}
         row = {"round": t, "seconds": round(time.monotonic() - self.started, 2)}
+        values = {"selected": selected, **values}
         row |= {column: _plain(v, column) for column, v in values.items() if v is not None}
         self.rows.append(row)
         if candidate is not None and self.best_row() is row:
@@ -202,8 +194,23 @@ class Run:
             self._write_csv("confusion.csv", [header, *([name, *counts] for name, counts in rows)])
             plots.confusion(self.folder / "confusion.png", self.confusion, classes)
         self._save_model("model.pt", model, theta)
+        self._write("about.txt", lambda part: part.write_text(self._setting(len(theta))))
         self.state = {}  # a table of updates may be large, and the next seed has its own
         return self
+
+    def _setting(self, weights: int) -> str:
+        """What a report has to say about this run as it came out, with so many weights."""
+        args, clients = self.args, self.clients
+        sizes = clients.sizes[clients.ids].long()
+        steps = args.local_epochs * (sizes / args.batch_size).ceil().long()
+        train = [len(row["selected"]) for row in self.rows]
+        return (
+            f"{len(sizes)} of {len(clients.train)} clients participate, with {span(sizes)} "
+            f"training samples each (by class: partition.png), and {span(train)} train per round. "
+            f"The model, {args.model}, has {weights:,} weights at the end. In {self.t} rounds a "
+            f"client trains for {args.local_epochs} epochs with batches of {args.batch_size}, "
+            f"which are {span(steps)} steps of {args.optimizer} with learning rate {args.lr:g}.\n"
+        )
 
     def best_row(self) -> dict:
         """The row of the first round with the largest id_accuracy."""
@@ -230,18 +237,9 @@ class Run:
             write_whole(self.folder / name, write)
 
 
-def setting(args: Namespace, clients: Clients, weights: int) -> str:
-    """What a report has to say about the setting of a run."""
-    m, epochs, batch = clients.participating, args.local_epochs, args.batch_size
-    sizes = clients.sizes[:m].long().tolist()
-    steps = [epochs * -(-n // batch) for n in (min(sizes), max(sizes))]
-    return (
-        f"{m} of {len(clients.train)} clients participate, with {min(sizes)} to {max(sizes)} "
-        f"training samples each (by class: partition.png), and {clients.sample} train per round. "
-        f"The model, {args.model}, has {weights:,} weights. There are {args.rounds} rounds of "
-        f"{epochs} local epochs with batches of {batch}, which are {steps[0]} to {steps[1]} steps "
-        f"of {args.optimizer} per client and round, with learning rate {args.lr:g}."
-    )
+def span(numbers: Iterable) -> str:
+    """The smallest and the largest of these numbers, or the only one."""
+    return " to ".join(str(n) for n in sorted({int(min(numbers)), int(max(numbers))}))
 
 
 def write_whole(file: Path, write: Callable[[Path], object]) -> None:

@@ -48,7 +48,8 @@ def entropy_weights(label_counts: Tensor) -> Tensor:
 
 def lengths(g: Tensor) -> Tensor:
     """The lengths of the rows of g [M, P]: float64 [M]."""
-    return torch.stack([torch.linalg.vector_norm(row, dtype=torch.float64) for row in g.detach()])
+    parts = g.detach().split(2**11, dim=1)  # in blocks, because a copy of g would be large
+    return sum(part.double().square().sum(1) for part in parts).sqrt()
 
 
 def usable_rows(g: Tensor) -> Tensor:
