@@ -97,6 +97,12 @@ def outcome(folder) -> tuple[list[bytes], list[dict[str, str]]]:
     return [file.read_bytes() for file in models], rows
 
 
+def lines_of(said: str) -> list[str]:
+    """The lines of what a program says on stderr without progress bars, which come late."""
+    lines = said.replace("\r", "\n").splitlines()
+    return [line for line in lines if line.strip() and "%|" not in line]
+
+
 # ---------------------------------------------------------------- training by hand
 
 

@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, make_tiny, settings
+from helpers import ROOT, lines_of, make_tiny, settings
 from PIL import Image
 
 import common.data
@@ -120,7 +120,7 @@ def test_a_run_inside_a_folder_of_images_is_no_data(launched, tmp_path):
     draw_images(tmp_path / "pets")
     assert launched(fedavg, f"{TINY} --dataset pets --out pets/train/run")[0] == 0
     code, said = launched(fedavg, f"{TINY} --dataset pets --out other")
-    assert code == 2 and len(said.splitlines()) == 1, said
+    assert code == 2 and len(lines_of(said)) == 1, said
     assert not (tmp_path / "other").exists()
 
 

@@ -37,8 +37,7 @@ def outcome(folder):
 
 def said(folder):
     """The lines on stderr that are not a bar's."""
-    lines = (folder / "err").read_text().replace("\r", "\n").splitlines()
-    return [line for line in lines if line.strip() and "%|" not in line]
+    return helpers.lines_of((folder / "err").read_text())
 
 
 @pytest.fixture(scope="module")

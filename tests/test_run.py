@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import outcome, read_rows, settings
+from helpers import lines_of, outcome, read_rows, settings
 from matplotlib.figure import Figure
 from scipy.stats import ttest_rel
 
@@ -81,7 +81,7 @@ def launched(capsys, monkeypatch):
         monkeypatch.setattr(sys, "argv", [method.__file__])
         with pytest.raises(SystemExit) as end:
             ranks.launch(main)
-        return end.value.code, capsys.readouterr().err.replace("\r", "\n").strip().splitlines()
+        return end.value.code, lines_of(capsys.readouterr().err)
 
     return launch
 
