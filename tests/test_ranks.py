@@ -268,6 +268,17 @@ def test_with_gpus_in_sight_the_ranks_of_a_run_on_the_cpu_meet_without_nccl(monk
     assert backends == ["gloo"]
 
 
+def test_a_program_that_torchrun_started_ends_its_connections(monkeypatch):
+    """PyTorch warns of NCCL connections that are left open."""
+    ended = []
+    monkeypatch.setattr(ranks, "_may_fork", False)  # launch() changes it
+    monkeypatch.setattr(ranks, "COUNT", 2)
+    monkeypatch.setattr(ranks, "connect", lambda: None)
+    monkeypatch.setattr(ranks.dist, "destroy_process_group", lambda: ended.append("all"))
+    ranks.launch(lambda: ended.append("main"))
+    assert ended == ["main", "all"]
+
+
 @pytest.mark.parametrize(("name", "gpus"), [("cuda", 2), ("auto", 2), ("cuda:1", 1)])
 def test_more_processes_than_gpus_are_one_line_from_all_of_them(monkeypatch, name, gpus):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
