@@ -167,7 +167,7 @@ def image_folder(folder: Path, image_size: int) -> Dataset:
     Every program decodes them anew, a few thousand per second, and scales them to image_size x
     image_size. Files that are hidden, have another ending or lie elsewhere are left out and named
     on stderr. Raises UserError if the folder has neither layout, if it holds a run or a link to a
-    folder, or if an image cannot be read.
+    folder, or if an image or the name of a folder cannot be read.
     """
     images, others = [], []
     for path in sorted(folder.rglob("*")):
@@ -190,6 +190,9 @@ def image_folder(folder: Path, image_size: int) -> Dataset:
     is_test, part_of, class_of, _, files = zip(*sorted(images), strict=True)
 
     parts, classes = sorted(set(part_of)), sorted(set(class_of))
+    for name in (*parts, *classes):
+        if name.encode(errors="ignore").decode() != name:  # a run could not write it at its end
+            raise UserError(f"{folder}: the name of the folder {name!a} is not UTF-8: rename it")
     for path in folder.glob("[!.]*"):
         if path.is_dir() and path.name not in parts:
             raise UserError(f"{path} holds no images as <class>/*: add some, or remove it")

@@ -1,4 +1,6 @@
+import os
 import struct
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -179,6 +181,13 @@ def test_bad_folders_are_named(tmp_path, folders, says):
             Image.new("L", (4, 4)).save(tmp_path / "pets" / name / "0.png")
     with pytest.raises(UserError, match=says):
         load(str(tmp_path / "pets"), tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse to make such a folder")
+def test_a_folder_whose_name_no_picture_and_no_table_could_show_is_named(pets):
+    (pets / "photo/cat").rename(pets / "photo" / os.fsdecode(b"caf\xe9"))
+    with pytest.raises(UserError, match=r"folder 'caf.udce9' is not UTF-8: rename it"):
+        image_folder(pets, 8)
 
 
 def write_idx(file, array):

@@ -398,6 +398,15 @@ def test_what_a_copy_records_is_converted_or_refused_in_the_first_round(
         run.record(1, {"mean": np.float64(0.5)}, [0])
 
 
+def test_the_best_model_stays_if_a_copy_changes_its_weights_in_place(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, theta = new_run(tiny), torch.zeros(2)
+    for t in run.rounds(3):
+        theta += 1
+        run.record(t, {"theta": theta}, [0], candidate=theta, id_accuracy=[0.2, 0.9, 0.5][t - 1])
+    assert run.best.tolist() == [2, 2]
+
+
 def test_checkpoints_take_at_most_a_hundredth_of_the_time(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run, clock, saves = new_run(tiny), [1000.0], []

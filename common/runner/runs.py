@@ -151,7 +151,7 @@ class Run:
         row |= {column: _plain(v, column) for column, v in values.items() if v is not None}
         self.rows.append(row)
         if candidate is not None and self.best_row() is row:
-            self.best = candidate
+            self.best = candidate.clone()  # a method may go on in place, as with +=
         columns = dict.fromkeys(column for row in self.rows for column in row)
         cells = [[_cell(row.get(column, "")) for column in columns] for row in self.rows]
         self._write_csv("metrics.csv", [columns, *cells])
