@@ -249,7 +249,7 @@ def test_several_seeds_and_domains_are_runs_as_by_hand_and_resume_repeats_nothin
 # ----------------------------------------------------------------------------------------- mistakes
 
 MISTAKES = [
-    (fedavg, "--dataset cifar11", "--dataset cifar11: choose from"),
+    (fedavg, "--dataset cifar11", "--dataset cifar11: no such folder"),
     (fedavg, "--dataset mnist --data-dir empty", "--data-dir"),
     (fedavg, "--dataset full", "holds no images"),
     (fedavg, "--dataset mixed", "in train/ and test/, and no other folder"),
@@ -475,7 +475,7 @@ def test_each_file_is_a_program(method, monkeypatch, capsys):
         runpy.run_path(method.__file__, run_name="__main__")
     out, err = capsys.readouterr()
     assert end.value.code == 2 and out == "" and len(err.splitlines()) == 1
-    assert err.startswith(f"{method.__name__}.py: --dataset nope: choose from")
+    assert err.startswith(f"{method.__name__}.py: --dataset nope: no such folder")
 
 
 # -------------------------------------------------------------------------------------------- flags
