@@ -96,8 +96,8 @@ def load(
         data = image_folder(Path(name), image_size)
     else:
         raise UserError(
-            f"--dataset {name}: no such folder or data set; choose from {', '.join(NAMES)}, or give "
-            "a folder of images"
+            f"--dataset {name}: no such folder or data set; choose from {', '.join(NAMES)}, or "
+            "give a folder of images"
         )
     return rotated(data, rotate, seed) if rotate else data
 
