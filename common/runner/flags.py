@@ -151,9 +151,8 @@ def parse(
     NEEDS says have no effect.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if any(
-        word == "" or word.endswith("=") for word in argv
-    ):  # of a shell variable that is not set
+    # An empty value comes from a shell variable that is not set
+    if any(not word.strip() or word.endswith("=") for word in argv):
         raise UserError("a flag's value is empty: give one, or leave the flag out")
     method = Path(file).stem
     first = Parser(prog=f"{method}.py", add_help=False, allow_abbrev=False)
