@@ -280,7 +280,8 @@ def group(data: Dataset, samples: Tensor, partition: str) -> str:
     if partition in ("domain", "silos"):
         return data.domains[data.domain[samples[0]]]
     if partition in ("rare", "twins", "specialists"):
-        return "one class" if len(data.y[samples].unique()) == 1 else "more classes"
+        one = "a class of its own" if partition == "rare" else "one class"
+        return one if len(data.y[samples].unique()) == 1 else "more classes"
     return ""
 
 

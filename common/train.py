@@ -246,7 +246,7 @@ class Trainer:
         measures["confusion"] = confusion(labels, predicted, self.classes)
         measures["selected_size"] = clients.sizes[selected].mean()
         if "rare" in clients.tests:
-            rare = [clients.groups[k] == "one class" for k in selected]
+            rare = [clients.groups[k] != "more classes" for k in selected]
             measures["rare_selected"] = sum(rare) / len(rare)
         return measures
 

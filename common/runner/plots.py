@@ -122,8 +122,11 @@ def partition(file: Path, data: Dataset, clients: Clients) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def samples(file: Path, data: Dataset, count: int = 10) -> None:
-    """Images from all over the first ten domains, one row for each, with their classes."""
+def samples(file: Path, data: Dataset, title: str = "{}", count: int = 10) -> None:
+    """Images from all over the first ten domains, one row for each, with their classes.
+
+    title  of a row, in which {} is the domain's name
+    """
     width, domains = data.x.shape[3], min(len(data.domains), 10)
     with drawn(file, 0.75 * count, 1.1 * domains) as figure:
         all_axes = figure.subplots(domains, 1, squeeze=False)[:, 0]
@@ -134,7 +137,7 @@ def samples(file: Path, data: Dataset, count: int = 10) -> None:
             axes.imshow(row.permute(1, 2, 0).numpy(), cmap="gray")
             middles = width * (np.arange(count) + 0.5)
             axes.set_xticks(middles, [data.classes[c] for c in data.y[positions]], fontsize=7)
-            axes.set(title=f"domain {data.domains[d]}", yticks=[])
+            axes.set(title=title.format(data.domains[d]), yticks=[])
             axes.spines[:].set_visible(False)
 
 
@@ -274,5 +277,6 @@ def uncertainties(run, gamma: float) -> None:
             axes.bar_label(bars, words, padding=6, backgroundcolor="white")
             axes.margins(x=0.3)
             axes.axvline(threshold, color="black", ls=":", lw=0.9)
-            axes.set(title=f"after round {row['round']}", xlabel="uncertainty (nats)")
+            end = ", the end" if row is run.rows[-1] else ""
+            axes.set(title=f"after round {row['round']}{end}", xlabel="uncertainty (nats)")
         all_axes[0].invert_yaxis()

@@ -113,7 +113,8 @@ class Run:
             write_args(self.folder, about, self.args.resume)
             plots.partition(self.folder / "partition.png", self.data, self.clients)
             if self.args.partition in ("domain", "silos"):
-                plots.samples(self.folder / "samples.png", self.data)
+                title = "turned by {}°" if self.args.rotate else "domain {}"
+                plots.samples(self.folder / "samples.png", self.data, title)
 
     def progress(self, share: float) -> None:
         """Moves the clock by this share of a round. Training before round 1 counts as none."""

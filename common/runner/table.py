@@ -107,7 +107,7 @@ def covered(run, last: int) -> list[int]:
 def covers_much(run) -> bool:
     """Whether the evaluations of this run's number are from more than a quarter of its rounds."""
     at = covered(run, LAST)
-    return bool(at) and at[-1] - at[0] + 1 > run.rows[-1]["round"] / 4
+    return len(at) > 1 and at[-1] - at[0] + 1 > run.rows[-1]["round"] / 4
 
 
 def score(run, column: str, last: int = LAST) -> float:
