@@ -1,9 +1,10 @@
 """Entropy weighting in Flower: clients with many kinds of labels count more in the server's mean.
 
-    pip install "flwr[simulation]"       (written for Flower 1.41)
+    pip install "flwr[simulation]" torch       (written for Flower 1.41)
     flwr run . --stream --federation-config num-supernodes=6
 
-The second command simulates six nodes, and needs the names of this file in pyproject.toml.
+The second command simulates six nodes. It runs the app that pyproject.toml names, so write
+"flower_entropy:server_app" and "flower_entropy:client_app" there.
 
 Each client sends its label entropy H_i with its weights, and never its label counts. The server
 weights each client that answered by exp(H_i), divided by the sum over these clients, while the

@@ -1,9 +1,10 @@
 """FedIIR in Flower: before training, the server asks for the gradients of the classifiers.
 
-    pip install "flwr[simulation]"       (written for Flower 1.41)
+    pip install "flwr[simulation]" torch       (written for Flower 1.41)
     flwr run . --stream --federation-config num-supernodes=6
 
-The second command simulates six nodes, and needs the names of this file in pyproject.toml.
+The second command simulates six nodes. It runs the app that pyproject.toml names, so write
+"flower_fediir:server_app" and "flower_fediir:client_app" there.
 
 Each round has two exchanges. The server first averages the classifiers' gradients into the global
 gradient, and then sends it with the weights, so that the nodes train with fediir_loss. A node that

@@ -1,9 +1,10 @@
 """Minimax or hull selection in Flower: train the nodes for whom no other can stand in.
 
-    pip install "flwr[simulation]"       (written for Flower 1.41)
+    pip install "flwr[simulation]" torch scipy       (written for Flower 1.41)
     flwr run . --stream --federation-config num-supernodes=6
 
-The second command simulates six nodes, and needs the names of this file in pyproject.toml.
+The second command simulates six nodes. It runs the app that pyproject.toml names, so write
+"flower_selection:server_app" and "flower_selection:client_app" there.
 
 The server keeps the latest update of each node: w before training minus w after it, of the
 parameters only. A node without one trains once to enter the table, so round 1 trains everybody and
