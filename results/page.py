@@ -16,7 +16,7 @@ from results.tables import (
     comparisons,
 )
 
-FAMILIES = ["main"]  # blocks of results/README.md whose p are corrected for their number
+FAMILIES = ["main", "equal"]  # blocks of results/README.md whose p are corrected for their number
 
 
 def correct(family):
@@ -153,7 +153,8 @@ def main():
         make = rounds if name == "mcmahan" else table
         build(RESULTS / f"../{page}.md", {name: make(rows)})
     rows = blocks["results/README", "main"]
-    p = {(c.method, c.baseline, c.column): c.p for c in rows}
+    families = [c for name in FAMILIES for c in blocks["results/README", name]]
+    p = {(c.method, c.baseline, c.column): c.p for c in families}
     build(RESULTS / "../README.md", {"worth": worth(readme, p)})
     draw(RESULTS / "uefl.png", rows[:2])
     spread_of_gradients = [c for c in blocks["results/README", "fediir"] if c.measure]
