@@ -105,10 +105,10 @@ def load(
 def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
     """Divides the images at random into len(angles) equal parts, and rotates each by its angle.
 
-    Angles are in degrees, counter-clockwise. The interpolation is bilinear, and corners become zero
-    (Guo et al., F.1: RotatedMNIST; Zhang et al., section 4). Training and test images are divided
-    separately. The angle becomes the domain. Raises UserError for equal angles and for fewer images
-    than angles.
+    An angle is in degrees, counter-clockwise, and becomes the domain of its images (Guo et al.,
+    F.1: RotatedMNIST; Zhang et al., section 4). Training and test images are divided separately, so
+    that both have all angles. The interpolation is bilinear, and the corners become zero. Raises
+    UserError for equal angles and for fewer images than angles.
     """
     from torchvision.transforms.functional import InterpolationMode, rotate  # slow to import
 

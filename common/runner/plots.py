@@ -122,7 +122,7 @@ def partition(file: Path, data: Dataset, clients: Clients) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def samples(file: Path, data: Dataset, title: str = "{}", count: int = 10) -> None:
+def samples(file: Path, data: Dataset, title: str, count: int = 10) -> None:
     """Images from all over the first ten domains, one row for each, with their classes.
 
     title  of a row, in which {} is the domain's name
