@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import UserError, ranks
+from common import ranks
 from common.runner import plots, table
 from common.runner.runs import Run, check_free, write_args
 from common.runner.setup import assemble, load
@@ -47,7 +47,7 @@ def compare(
 
     def work() -> Runs:
         runs = run_all(args, federate, label, changes, plans)
-        show(args, runs, list(dict.fromkeys(plan.test_domain for plan in plans)))
+        show(args, runs)
         if args.is_example and len(runs) > 1:
             verdict(runs, prediction, shows_in)
         return runs
@@ -65,9 +65,7 @@ def plans_of(args: Namespace) -> list[Namespace]:
     """The flags of the method's run for each seed and test domain."""
     domains = [args.test_domain]
     if args.test_domain == "all":
-        domains = load(changed(args, seed=args.seed[0])).domains
-    if not domains:
-        raise UserError("--test-domain all: there are no domains; make some with --rotate")
+        domains = load(changed(args, seed=args.seed[0])).domains or domains
     plans = []
     for seed in dict.fromkeys(args.seed):
         for domain in domains:
@@ -100,13 +98,11 @@ def run_all(args, federate, label, changes, plans) -> Runs:
     return runs
 
 
-def show(args: Namespace, runs: Runs, domains: Sequence[str]) -> None:
+def show(args: Namespace, runs: Runs) -> None:
     """Draws the curves, and prints the table and what the models do."""
-    rows = {name: [run.rows for run in of_name] for name, of_name in runs.items()}
-    first = next(iter(runs.values()))[0]
-    plots.curves(Path(args.out) / "curves.png", rows, 1 / len(first.data.classes), domains)
+    plots.curves(Path(args.out) / "curves.png", runs)
     table.report(run for of_name in runs.values() for run in of_name)
-    errors(first)
+    errors(next(iter(runs.values()))[0])
     for name, of_name in runs.items():
         describe(name, of_name)
     print(f"Metrics, models and pictures are in {args.out}")
@@ -128,13 +124,13 @@ def percent(share: float) -> str:
 
 
 def errors(run: Run) -> None:
-    """Prints chance, and how far a test set of this size can move a number."""
+    """Prints chance, and the sampling error of a share of 50 % on each of the test sets."""
     tests = {"ID": run.clients.held_out, **run.clients.tests}
     chance = percent(1 / len(run.data.classes))
-    # 98 / sqrt(n) is 1.96 standard errors at 50 %
-    moves = [f"{98 / len(x) ** 0.5:.1f} ({name})" for name, x in tests.items() if len(x)]
-    moves = ", ".join(moves)
-    print(f"Chance: {chance}. So few test images may move a number by {moves} points (95 %)")
+    # 98 / sqrt(n) is 1.96 standard errors
+    found = [f"{98 / len(x) ** 0.5:.1f} {name}" for name, x in tests.items() if len(x)]
+    found = ", ± ".join(found).replace("ood", "OOD").replace(" ", " points ", 1)
+    print(f"Chance: {chance}. Sampling error (95 %): ± {found}.")
 
 
 def describe(name: str, runs: Sequence[Run]) -> None:
@@ -143,8 +139,9 @@ def describe(name: str, runs: Sequence[Run]) -> None:
         return
     classes = runs[0].data.classes
     for run in runs:
-        most, answer = max(zip(run.confusion.sum(0).tolist(), classes, strict=True))
-        if most > 0.9 * run.confusion.sum():
+        answers = run.confusion.sum(0)
+        if answers.max() > 0.9 * answers.sum():
+            answer = classes[answers.argmax()]
             print(f"{run.folder} nearly always answers {answer}: as good as a constant answer")
     confusion = sum(run.confusion for run in runs)
     labels = confusion.sum(1)
@@ -157,11 +154,11 @@ def describe(name: str, runs: Sequence[Run]) -> None:
 
 def verdict(runs: Runs, prediction: str, shows_in: Mapping[str, str]) -> None:
     """Prints what the idea predicts for the example, and what these runs gave."""
-    (label, ours), (name, theirs), *_ = runs.items()
+    label, name, *_ = runs
     found, holds = [], True
     for column, side in shows_in.items():
-        here = round(np.mean([table.score(run, column) for run in ours]), 1)
-        there = round(np.mean([table.score(run, column) for run in theirs]), 1)
+        scores = [[table.score(run, column) for run in of_name] for of_name in runs.values()]
+        here, there, *_ = (round(np.mean(of_name), 1) for of_name in scores)
         # What is printed as equal is a tie
         holds = holds and (here > there if side == "above" else here < there)
         found.append(f"{column} is {here:.1f} ({label}) and {there:.1f} ({name})")

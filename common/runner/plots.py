@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import torch
+import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -19,10 +20,9 @@ from common.data import Dataset
 from common.runner.measures import in_percent, measure_of, shown
 from common.splits import Clients
 
-Rows = Sequence[Mapping]  # of a run: one dict per round, as in metrics.csv
 # Those of Okabe and Ito
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"]
-LINES, MARKERS = ["-", "--", ":", "-."], ["o", "s", "^", "D", "v", "P", "X"]
+LINES = ["-", "--", ":", "-."]
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -46,42 +46,38 @@ def drawn(file: Path, width: float, height: float) -> Iterator[Figure]:
             figure.savefig(file, metadata={"Software": None})
 
 
-def curves(
-    file: Path, runs: Mapping[str, Sequence[Rows]], chance: float, domains: Sequence[str]
-) -> None:
+def curves(file: Path, runs: Mapping[str, Sequence]) -> None:
     """Columns of metrics.csv against rounds: each label's mean over its runs, and a band over all.
 
-    runs     label -> the rows of each of its runs
-    chance   1 / classes: a dotted line
-    domains  the test domains, which take turns over the runs; with several, each has a panel of its
-             OOD accuracy, and nothing else is drawn
+    runs  label -> its runs. With several test domains, each of these has a panel of its OOD
+          accuracy, and nothing else is drawn
 
-    A vertical line stands where an iteration of UEFL ends in the first run.
+    The dotted line is chance. A vertical line stands where an iteration of UEFL ends in the first
+    run.
     """
-    first = next(iter(runs.values()))[0]
-    panels = [(column, "") for column in shown("curves") if any(column in row for row in first)]
+    ours = next(iter(runs.values()))
+    first, chance = ours[0].rows, 100 / len(ours[0].data.classes)
+    domains = dict.fromkeys(run.args.test_domain for run in ours)
+    panels = [(c, "", domains) for c in shown("curves") if any(c in row for row in first)]
     if len(domains) > 1:
-        panels = [("ood_accuracy", f", {domain}") for domain in domains]
+        panels = [("ood_accuracy", f", {domain}", [domain]) for domain in domains]
     ends = [a["round"] for a, b in pairwise(first) if a.get("iteration") != b.get("iteration")]
     with drawn(file, 2.6 * len(panels), 2.9) as figure:
         all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for d, axes in enumerate(all_axes):
-            column, domain = panels[d]
+        for axes, (column, domain, of_panel) in zip(all_axes, panels, strict=True):
             name, unit, *_ = measure_of(column)
-            scale, top = (100, 100) if in_percent(column) else (1, None)
             for end in ends:
                 axes.axvline(end, color="0.7", lw=0.8)
             for i, (label, of_label) in enumerate(runs.items()):
-                mine = of_label[d :: len(domains)] if domain else of_label
-                at, values = series(mine, column)
-                values *= scale
+                at, values = series([r for r in of_label if r.args.test_domain in of_panel], column)
                 axes.plot(at, values.mean(0), LINES[i % 4], color=COLOURS[i], label=label)
                 low, high = values.min(0), values.max(0)
                 axes.fill_between(at, low, high, color=COLOURS[i], alpha=0.15, lw=0)
-            if top:
-                axes.axhline(top * chance, color="0.5", ls=":", lw=0.9, label="chance")
             in_unit = f" ({unit})" if unit else ""
-            axes.set(title=name + domain + in_unit, xlabel="round", ylim=(0, top))
+            axes.set(title=name + domain + in_unit, xlabel="round", ylim=(0, None))
+            if in_percent(column):
+                axes.axhline(chance, color="0.5", ls=":", lw=0.9, label="chance")
+                axes.set(ylim=(0, 100))
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         legend_below(all_axes[0], len(runs) + 1)
 
@@ -92,25 +88,28 @@ def legend_below(axes: Axes, columns: int) -> None:
     axes.figure.legend(*handles, loc="outside lower center", ncols=columns)
 
 
-def series(runs: Sequence[Rows], column: str) -> tuple[list[int], np.ndarray]:
-    """The rounds in which all runs have a number in this column, and the numbers [runs, rounds]."""
-    found = [{row["round"]: row[column] for row in rows if column in row} for rows in runs]
+def series(runs: Sequence, column: str) -> tuple[list[int], np.ndarray]:
+    """The rounds in which all runs have a number in this column, and the numbers [runs, rounds].
+
+    Shares are in percent.
+    """
+    found = [{row["round"]: row[column] for row in run.rows if column in row} for run in runs]
     at = sorted(set.intersection(*map(set, found)))
-    return at, np.array([[of_run[t] for t in at] for of_run in found])
+    values = np.array([[of_run[t] for t in at] for of_run in found])
+    return at, values * (100 if in_percent(column) else 1)
 
 
 def partition(file: Path, data: Dataset, clients: Clients) -> None:
     """Which client holds what: its training samples by class, and by domain if there are any."""
-    panels = {"class": (data.y, data.classes)}
+    panels = [("class", data.y, data.classes)]
     if data.domain is not None:
-        panels["domain"] = (data.domain, data.domains)
+        panels.append(("domain", data.domain, data.domains))
     m, n = clients.participating, len(clients.train)
-    sizes = [min(len(names), 30) for _, names in panels.values()]
+    sizes = [min(len(names), 30) for *_, names in panels]
     width = np.clip(0.09 * n + 2, 4.5, 10)
     with drawn(file, width, 1.4 + 0.16 * sum(sizes)) as figure:
         all_axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=sizes, squeeze=False)
-        for axes, what in zip(all_axes[:, 0], panels, strict=True):
-            values, names = panels[what]
+        for axes, (what, values, names) in zip(all_axes[:, 0], panels, strict=True):
             counts = [torch.bincount(values[held], minlength=len(names)) for held in clients.train]
             heat(axes, torch.stack(counts, 1), "samples")
             axes.set(ylabel=what)
@@ -122,26 +121,26 @@ def partition(file: Path, data: Dataset, clients: Clients) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def samples(file: Path, data: Dataset, title: str, count: int = 10) -> None:
-    """Images from all over the first ten domains, one row for each, with their classes.
+def samples(file: Path, data: Dataset, title: str) -> None:
+    """Ten images from all over the first ten domains, one row for each, with their classes.
 
     title  of a row, in which {} is the domain's name
     """
     width, domains = data.x.shape[3], min(len(data.domains), 10)
-    with drawn(file, 0.75 * count, 1.1 * domains) as figure:
+    with drawn(file, 7.5, 1.1 * domains) as figure:
         all_axes = figure.subplots(domains, 1, squeeze=False)[:, 0]
         for d, axes in enumerate(all_axes):
             positions = torch.nonzero(data.domain == d).flatten()  # folders are sorted by class
-            positions = positions[torch.linspace(0, len(positions) - 1, count).long()]
+            positions = positions[torch.linspace(0, len(positions) - 1, 10).long()]
             row = torch.cat([*data.x[positions]], dim=2)  # side by side
             axes.imshow(row.permute(1, 2, 0).numpy(), cmap="gray")
-            middles = width * (np.arange(count) + 0.5)
+            middles = width * (np.arange(10) + 0.5)
             axes.set_xticks(middles, [data.classes[c] for c in data.y[positions]], fontsize=7)
             axes.set(title=title.format(data.domains[d]), yticks=[])
             axes.spines[:].set_visible(False)
 
 
-def heat(axes: Axes, values: Tensor, label: str = "") -> None:
+def heat(axes: Axes, values: Tensor, label: str) -> None:
     """A matrix as grey squares, with a scale beside it that begins at zero."""
     image = axes.imshow(
         values.numpy(), aspect="auto", cmap="Greys", interpolation="nearest", vmin=0
@@ -166,8 +165,10 @@ def weights(run, counts: Tensor, entropies: Tensor, alphas: Mapping[str, Tensor]
         labels.set(title="what a client holds: a colour is a class", yticks=[])
         edges = np.arange(len(order) + 1) - 0.5
         for i, (name, of_clients) in enumerate(alphas.items()):
-            style = {"color": COLOURS[i], "ls": LINES[i], "fill": i == 0, "label": name, "lw": 1.5}
-            weight.stairs(100 * of_clients[order].numpy(), edges, **style)
+            heights = 100 * of_clients[order].numpy()
+            weight.stairs(
+                heights, edges, color=COLOURS[i], ls=LINES[i], fill=i == 0, label=name, lw=1.5
+            )
         weight.set(title="how much it counts in the average (percent)")
         weight.set(xlabel="client, from the lowest entropy of labels to the highest")
         legend_below(weight, len(alphas))
@@ -196,6 +197,12 @@ def group_colours(clients: Clients) -> dict[str, str]:
     return dict(zip(by_size, cycle([COLOURS[1], "0.6", *COLOURS[2:]]), strict=False))
 
 
+def client_colours(clients: Clients) -> np.ndarray:
+    """The colour of each participating client's group."""
+    colours = group_colours(clients)
+    return np.array([colours[clients.groups[k]] for k in clients.ids])
+
+
 def times_selected(axes: Axes, run) -> None:
     """A bar for each client: in how many rounds it was selected. The dotted line is the mean."""
     clients, m = run.clients, run.clients.participating
@@ -218,14 +225,13 @@ def similarity(run, cosines: Tensor) -> None:
     """
     others = cosines.numpy().copy()
     np.fill_diagonal(others, np.nan)
-    colours, ids = group_colours(run.clients), range(len(others))
+    ids = range(len(others))
     title = "cosine similarity of a client's update to those\nof the others (dot: largest)"
     with drawn(run.folder / "similarity.png", 7.6, 4.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.6, 1], sharey=True)
         left.plot(others, ids, "|", color="0.85", ms=3)
-        colour = [colours[run.clients.groups[k]] for k in ids]
         largest = np.fmax.reduce(others, axis=1)  # without NaN, which a zero update has
-        left.scatter(largest, ids, s=22, color=colour, zorder=3)
+        left.scatter(largest, ids, s=22, color=client_colours(run.clients), zorder=3)
         left.set(title=title, xlabel="cosine similarity", ylabel="client")
         times_selected(right, run)
 
@@ -237,10 +243,9 @@ def hull(run, known: Tensor, points: Tensor, vertices: Tensor) -> None:
     points    their principal components, in which the hull was built [n, dim]
     vertices  the ids of those on the hull
     """
-    xy, dim = np.zeros((len(points), 2)), points.shape[1]
-    xy[:, :dim] = points[:, :2].numpy()
-    colours, groups = group_colours(run.clients), run.clients.groups
-    colour = np.array([colours[groups[k]] for k in known])
+    dim = points.shape[1]
+    xy = F.pad(points, (0, 1))[:, :2].numpy()  # if dim is 1, the second component is 0
+    colour = client_colours(run.clients)[known]
     title = f"the clients' latest updates; large: a corner\nof their hull in {dim} dimensions"
     on_hull = np.isin(known.numpy(), vertices.numpy())
     with drawn(run.folder / "hull.png", 7.6, 4.2) as figure:
