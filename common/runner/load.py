@@ -3,7 +3,6 @@
 import json
 from argparse import Namespace
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -28,6 +27,6 @@ def load(folder: str | Path) -> nn.Module:
     model = models.build(args.model, tuple(shape), len(classes), args.width, pretrained=more)
     build = getattr(import_module(args.method), "build_model", None)  # of the method, as UEFL has
     model = build(args, model) if build else model
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+    for name, tensor in model.state_dict(keep_vars=True).items():
         tensor.data = weights[name]  # UEFL's codebook grows
     return model.eval()

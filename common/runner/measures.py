@@ -4,6 +4,7 @@ A new measure needs one line here, and then it is in the tables and in the pictu
 """
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -57,3 +58,9 @@ def in_percent(column: str) -> bool:
 def shown(where: str) -> list[str]:
     """The columns that are shown there, in their order."""
     return [column for column, measure in MEASURES.items() if where in measure.where]
+
+
+def span(numbers: Iterable) -> str:
+    """The smallest and the largest of these numbers, or the only one; "" if there is none."""
+    ordered = sorted({int(n) for n in numbers})
+    return " to ".join(map(str, ordered[:1] + ordered[1:][-1:]))

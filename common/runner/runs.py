@@ -1,12 +1,13 @@
 """What stays on disk, and what the user sees: flags, metrics, checkpoints and progress."""
 
 import csv
+import io
 import json
 import sys
 import time
 import zlib
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from common import UserError, first_line, ranks, train
 from common.data import Dataset
 from common.runner import plots
-from common.runner.measures import MEASURES
+from common.runner.measures import MEASURES, span
 from common.splits import Clients
 
 SAVE_EVERY = 30  # seconds between two checkpoints, at least
@@ -48,7 +49,7 @@ class Run:
         self.state, self.rows, self.t, self.evaluate_now = {}, [], 0, False
         self.best = None  # the best candidate so far, [P]
         self.confusion = None  # of the last evaluation, [classes, classes]
-        self.facts = {"code": args.code, "data": data.fingerprint(), **vars(args)}
+        self.facts = {"data": data.fingerprint(), **vars(args)}
         for flag in (*MAY_CHANGE, "out", "name", "is_example", "method_rounds"):
             self.facts.pop(flag, None)
         self.started = time.monotonic()
@@ -155,27 +156,24 @@ class Run:
             self.best = candidate.clone()  # a method may go on in place, as with +=
         columns = dict.fromkeys(column for row in self.rows for column in row)
         cells = [[_cell(row.get(column, "")) for column in columns] for row in self.rows]
-        self._write_csv("metrics.csv", [columns, *cells])
+        self._write("metrics.csv", _csv([columns, *cells]))
         self.bar.set_postfix_str(_short(row), refresh=False)
         if time.monotonic() > self.save_at:
             self.save()
 
     def save(self) -> None:
-        """Writes the checkpoint."""
+        """Writes the checkpoint. Raises UserError if the first one cannot be read again."""
         began = time.monotonic()
-        self._write("checkpoint.pt", self._write_checkpoint)
-        took = time.monotonic() - began
-        self.save_at = began + SAVE_EVERY * max(1, took / 0.3)  # at most a hundredth of the time
-
-    def _write_checkpoint(self, file: Path) -> None:
         kept = {name: getattr(self, name) for name in KEPT}
-        torch.save({**self.facts, **kept}, file)
-        if not self.save_at:  # it is the first one of this program
-            try:
-                torch.load(file, weights_only=True, map_location="meta")  # without the numbers
+        self._write("checkpoint.pt", {**self.facts, **kept})
+        if ranks.RANK == 0 and not self.save_at:  # it is the first one of this program
+            try:  # on meta, which leaves out the numbers
+                torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location="meta")
             except UnpicklingError as e:
                 wrong = "record() got a state with something else than numbers and tensors"
                 raise UserError(f"{wrong}: no run could resume from it ({first_line(e)})") from e
+        took = time.monotonic() - began
+        self.save_at = began + SAVE_EVERY * max(1, took / 0.3)  # at most a hundredth of the time
 
     def finish(self, model: nn.Module, theta: Tensor) -> "Run":
         """Saves the last checkpoint, and the model with weights theta. Returns this run.
@@ -192,10 +190,11 @@ class Run:
             classes, self.confusion = self.data.classes, self.confusion.cpu()
             rows = zip(classes, self.confusion.tolist(), strict=True)
             header = ["class", *(f"called {name}" for name in classes)]
-            self._write_csv("confusion.csv", [header, *([name, *counts] for name, counts in rows)])
+            lines = [header, *([name, *counts] for name, counts in rows)]
+            self._write("confusion.csv", _csv(lines))
             plots.confusion(self.folder / "confusion.png", self.confusion, classes)
         self._save_model("model.pt", model, theta)
-        self._write("about.txt", lambda part: part.write_text(self._setting(len(theta))))
+        self._write("about.txt", self._setting(len(theta)))
         self.state = {}  # a table of updates may be large, and the next seed has its own
         return self
 
@@ -219,35 +218,25 @@ class Run:
 
     def _save_model(self, name: str, model: nn.Module, theta: Tensor) -> None:
         train.set_weights(model, theta)
-        on_cpu = {key: t.cpu() for key, t in model.state_dict().items()}
-        self._write(name, lambda part: torch.save(on_cpu, part))
+        self._write(name, {key: t.cpu() for key, t in model.state_dict().items()})
 
     def draw(self, name: str, *values) -> None:
         """Draws the picture `name`.png of this run with the function of plots.py of that name."""
         getattr(plots, name)(self, *values)
 
-    def _write_csv(self, name: str, lines: Iterable[Iterable]) -> None:
-        def write(file: Path) -> None:
-            with open(file, "w", newline="", encoding="utf-8") as opened:
-                csv.writer(opened, lineterminator="\n").writerows(lines)
-
-        self._write(name, write)
-
-    def _write(self, name: str, write: Callable[[Path], object]) -> None:
+    def _write(self, name: str, content: str | dict) -> None:
         if ranks.RANK == 0:
-            write_whole(self.folder / name, write)
+            write_whole(self.folder / name, content)
 
 
-def span(numbers: Iterable) -> str:
-    """The smallest and the largest of these numbers, or the only one."""
-    return " to ".join(str(n) for n in sorted({int(min(numbers)), int(max(numbers))}))
-
-
-def write_whole(file: Path, write: Callable[[Path], object]) -> None:
-    """Calls write(part) and then renames the part, so a kill leaves the old file whole."""
+def write_whole(file: Path, content: str | dict) -> None:
+    """Writes a text or a dict of tensors, so that a kill leaves the old file whole."""
     part = file.with_name(f"{file.name}.part")
     try:
-        write(part)
+        if isinstance(content, str):
+            part.write_text(content, encoding="utf-8", newline="\n")
+        else:
+            torch.save(content, part)
     except RuntimeError as e:  # torch's error for a full disk
         raise OSError(f"{file} cannot be written ({first_line(e)})") from e
     part.replace(file)
@@ -258,7 +247,7 @@ def write_args(folder: Path, about: dict, resume: bool) -> None:
     text = json.dumps(about, indent=1) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     if resume:
-        write_whole(folder / "args.json", lambda part: part.write_text(text))
+        write_whole(folder / "args.json", text)
         return
     try:
         with open(folder / "args.json", "x") as file:
@@ -277,6 +266,13 @@ def refuse(folder: Path) -> None:
     raise UserError(
         f"{folder} is taken: choose another --out, or continue the run in it with --resume"
     )
+
+
+def _csv(lines: Iterable[Iterable]) -> str:
+    """These lines as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    return text.getvalue()
 
 
 def _short(row: dict) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.special import stdtrit  # scipy.stats would take half a second to import
 
 from common import UserError, first_line
-from common.runner.measures import in_percent, measure_of, shown
+from common.runner.measures import in_percent, measure_of, shown, span
 
 LAST = 5  # so many evaluations of a run make one number
 NOT_COMPARED = [
@@ -62,16 +62,15 @@ def group(runs: Iterable) -> tuple[dict[str, Row], list[Path]]:
             repeated.append(run.folder)
         else:
             row[where] = run
-    flags = {key: dict(key) for key in rows}
-    labels = {key: flags[key]["name"] for key in rows}
-    others = {flag for key in rows for flag in flags[key]} - {"method", "code"}
+    labels = {key: dict(key)["name"] for key in rows}
+    others = {flag for key in rows for flag, _ in key} - {"method", "code"}
     for flag in ["method", *sorted(others), "code"]:
-        for label in set(labels.values()):
-            alike = [key for key in rows if labels[key] == label]
-            values = [flags[key].get(flag, "none") for key in alike]
-            if len(set(values)) > 1:
-                for key, value in zip(alike, values, strict=True):
-                    labels[key] += f" {flag}={value[:7] if flag == 'code' else value}"
+        values, found = {key: dict(key).get(flag, "none") for key in rows}, {}
+        for key, label in labels.items():
+            found.setdefault(label, set()).add(values[key])
+        for key, label in labels.items():
+            if len(found[label]) > 1:
+                labels[key] += f" {flag}={values[key][:7] if flag == 'code' else values[key]}"
     return {labels[key]: row for key, row in rows.items()}, repeated
 
 
@@ -83,20 +82,17 @@ def pairs(rows: Mapping[str, Row], minus: str | None = None) -> list[tuple[str, 
     """
     args = {label: next(iter(row.values())).args for label, row in rows.items()}
     methods = [label for label in rows if not hasattr(args[label], "method_rounds")]
-    if minus is not None:
-        same_name = [label for label in rows if args[label].name == minus]
-        found = [minus] if minus in rows else same_name
-        if len(found) != 1:
-            raise UserError(f"--minus {minus}: name one of the rows {', '.join(map(repr, rows))}")
-    elif len(methods) == 1:
+    if minus is None and len(methods) == 1:
         return [(methods[0], label) for label in rows if label not in methods]
-    elif len(rows) == 2:
+    if minus is None and len(rows) == 2:
         return [tuple(rows)]
-    else:
-        found = [label for label in methods if args[label].name == "FedAvg"]
-    if len(found) != 1:
+    among, name = (methods, "FedAvg") if minus is None else (rows, minus)
+    found = [label for label in among if name in (label, args[label].name)]
+    if len(found) == 1:
+        return [(label, found[0]) for label in rows if label != found[0]]
+    if minus is None:
         return []
-    return [(label, found[0]) for label in rows if label != found[0]]
+    raise UserError(f"--minus {minus}: name one of the rows {', '.join(map(repr, rows))}")
 
 
 def covered(run, last: int) -> list[int]:
@@ -115,23 +111,6 @@ def score(run, column: str, last: int = LAST) -> float:
     found = [row[column] for row in run.rows if row.get(column) is not None]
     found = found if measure_of(column).rounds == "all" else found[-last:]
     return (100 if in_percent(column) else 1) * float(np.mean(found)) if found else np.nan
-
-
-def by_seed(row: Row, domains: Sequence, last: int) -> dict[int, np.ndarray]:
-    """Seed -> the means over these test domains [columns], for the seeds that have all of them."""
-    found = {}
-    for seed in dict.fromkeys(seed for seed, _ in row):
-        runs = [row.get((seed, domain)) for domain in domains]
-        if runs and None not in runs:
-            scores = [[score(run, column, last) for column in shown("table")] for run in runs]
-            found[seed] = np.mean(scores, axis=0)
-    return found
-
-
-def parts(domains: Sequence[str]) -> dict[str, list[str]]:
-    """The mean over the test domains, and if there are several, each of them."""
-    each = {f", {domain}": [domain] for domain in domains}
-    return {"": domains, **each} if len(domains) > 1 else {"": domains}
 
 
 def interval(differences: np.ndarray) -> tuple[float, float, float]:
@@ -166,34 +145,42 @@ def without_empty_columns(table: Sequence[Sequence[str]]) -> list[tuple[str, ...
     return list(zip(*columns, strict=True))
 
 
-def cells(show_all: Callable, values: Iterable[np.ndarray]) -> list[str]:
-    """What `show_all` makes of these numbers, column by column."""
-    columns = shown("table")
-    of_columns = np.reshape([*values], (-1, len(columns))).T
-    return [show_all(v[~np.isnan(v)], c) for v, c in zip(of_columns, columns, strict=True)]
+def lines_of(label: str, scores: Mapping, rounds: str, show_all: Callable) -> list[list[str]]:
+    """The line of a row: means over the test domains. If there are several, each has a line, too.
+
+    scores    (seed, test domain) -> a number for each column; a seed counts if it has all domains
+    show_all  makes one text of the numbers of all seeds
+    """
+    domains, lines = [*dict.fromkeys(domain for _, domain in scores)], []
+    parts = {label: domains}
+    if len(domains) > 1:
+        parts |= {f"{label}, {domain}": [domain] for domain in domains}
+    for name, of_part in parts.items():
+        found = {}  # seed -> means [columns]
+        for seed in dict.fromkeys(seed for seed, _ in scores):
+            if all((seed, domain) in scores for domain in of_part):
+                found[seed] = np.mean([scores[seed, domain] for domain in of_part], axis=0)
+        lines.append([name, " ".join(map(str, found)) or "none in common", rounds])
+        for i, column in enumerate(shown("table")):
+            values = np.array([means[i] for means in found.values()])
+            lines[-1].append(show_all(values[~np.isnan(values)], column))
+    return lines
 
 
 def table(rows: Mapping[str, Row], compared: Sequence[tuple], last: int) -> list[tuple[str, ...]]:
     """A line for each row, and one for each two that are compared, by test domain if need be."""
-    header = ["", "seeds", "rounds"]
-    for column in shown("table"):
+    columns, scores, header = shown("table"), {}, ["", "seeds", "rounds"]
+    for column in columns:
         header.append(column + ", all evaluations" * (measure_of(column).rounds == "all"))
     lines = [header]
-    domains = {label: [*dict.fromkeys(d for _, d in row)] for label, row in rows.items()}
     for label, row in rows.items():
-        rounds = [t for run in row.values() for t in covered(run, last)]
-        span = " to ".join(map(str, sorted({min(rounds), max(rounds)}))) if rounds else ""
-        for part, of_part in parts(domains[label]).items():
-            found = by_seed(row, of_part, last)
-            seeds = " ".join(map(str, found))
-            lines.append([label + part, seeds, span, *cells(pm, found.values())])
+        scores[label] = {at: [score(run, c, last) for c in columns] for at, run in row.items()}
+        rounds = span(t for run in row.values() for t in covered(run, last))
+        lines += lines_of(label, scores[label], rounds, pm)
     for a, b in compared:
-        for part, of_part in parts([d for d in domains[a] if d in domains[b]]).items():
-            ours, theirs = by_seed(rows[a], of_part, last), by_seed(rows[b], of_part, last)
-            differences = {s: ours[s] - theirs[s] for s in ours if s in theirs}
-            seeds = " ".join(map(str, differences)) or "none in common"
-            found = cells(with_interval, differences.values())
-            lines.append([f"{a} - {b}{part}", seeds, "", *found])
+        both = [at for at in scores[a] if at in scores[b]]
+        differences = {at: np.subtract(scores[a][at], scores[b][at]) for at in both}
+        lines += lines_of(f"{a} - {b}", differences, "", with_interval)
     return without_empty_columns(lines)
 
 
@@ -201,12 +188,12 @@ def unlike(rows: Mapping[str, Row]) -> str:
     """One line that names the settings in which rows differ that a comparison should share."""
     found = []
     for flag in SHOULD_AGREE:
-        labels = {}  # values of the flag -> the rows that have them
+        labels = {}  # value of the flag -> the rows that have it
         for label, row in rows.items():
-            values = {str(getattr(run.args, flag, None)) for run in row.values()}
+            run, *_ = row.values()
+            text = str(getattr(run.args, flag, None)).replace("None", "default")
             if flag == "rounds":  # as they came out
-                values = {str(run.rows[-1]["round"]) for run in row.values()}
-            text = " or ".join(sorted(values)).replace("None", "default")
+                text = span(run.rows[-1]["round"] for run in row.values())
             labels.setdefault(text, []).append(label)
         if len(labels) > 1:
             texts = [f"{text} ({', '.join(of_text)})" for text, of_text in labels.items()]
