@@ -54,8 +54,11 @@ class Parser(argparse.ArgumentParser):
 
 
 # fmt: off
-def add_first_flags(parser: Parser, example: str) -> None:
-    """The flags on which the defaults of all others depend. The first data set is the example's."""
+def add_shared_flags(parser: Parser, example: str) -> None:
+    """The flags that all methods share, with the defaults that hold if no data set's do.
+
+    example  the data set of the method's example
+    """
     add = parser.add_argument_group("settings").add_argument
     add("--dataset", default=example,
         help=f"{', '.join(data.NAMES)}, or a folder of images")
@@ -64,9 +67,6 @@ def add_first_flags(parser: Parser, example: str) -> None:
     add("--resume", metavar="DIR",
         help="continue what was started in this folder, with its flags")
 
-
-def add_shared_flags(parser: Parser) -> None:
-    """The other flags that all methods share, with the defaults that hold if no data set's do."""
     whole = within(int, 1)
     add = parser.add_argument_group("data").add_argument
     add("--data-dir", default="data",
@@ -155,23 +155,22 @@ def parse(
     if any(not word.strip() or word.endswith("=") for word in argv):
         raise UserError("a flag's value is empty: give one, or leave the flag out")
     method = Path(file).stem
-    first = Parser(prog=f"{method}.py", add_help=False, allow_abbrev=False)
-    add_first_flags(first, next(iter(settings)))
-    chosen, _ = first.parse_known_args(argv)  # the defaults of all other flags depend on these
     parser = Parser(
-        parents=[first],
         prog=f"{method}.py",
         usage="python %(prog)s [--flag value ...]",
+        add_help=False,
         allow_abbrev=False,
         formatter_class=Help,
         description=f"{doc.strip().splitlines()[0]} The defaults depend on the data set, and are "
         "the paper's if the paper uses it: `--dataset mnist --help` shows those for mnist.",
     )
-    add_shared_flags(parser)
+    add_shared_flags(parser, next(iter(settings)))
     own_flags(parser.add_argument_group("this method").add_argument)
+    chosen, _ = parser.parse_known_args(argv)  # --dataset, --small and --resume say the defaults
     resume = chosen.resume
     defaults = saved_flags(resume, method) if resume else defaults_for(chosen, settings, small)
     parser.set_defaults(**defaults)
+    parser.add_argument("-h", "--help", action="help", help="show this text")  # with these defaults
     args = parser.parse_args(argv)
     options = (word[2:].split("=")[0] for word in argv if word.startswith("--"))
     typed = {option.removeprefix("no-").replace("-", "_") for option in options}
