@@ -18,8 +18,8 @@ inside the hull, or near it.
 
 For line 4 see minimax_select.py. Lines 8 and 10 only end a loop. M clients participate. Two choices
 change the result most: the space of the hull (principal_components), and how many of its vertices
-train (--sample). What else the paper leaves open stands beside the line in question, or beside the
-same line of minimax_select.py, and the rest in docs/convex_hull_select.md.
+train (--sample). What else the paper leaves open stands beside the line in question, and the rest
+in docs/convex_hull_select.md.
 
     python convex_hull_select.py
     python convex_hull_select.py --dataset cifar10
@@ -70,10 +70,10 @@ def principal_components(g: Tensor, rows: Tensor, dim: int, scale: bool = False)
     gram = torch.zeros(n, n, dtype=torch.float64, device=g.device)
     for part in g.detach().split(2**11, dim=1):  # in blocks, because a copy of g would be large
         part = part[rows].double() / unit
-        part = (part - part.mean(0)).float()  # short float32 sums, added up in float64
+        part = part - part.mean(0)
         gram += part @ part.T
     values, vectors = eigh(gram.cpu(), subset_by_index=[max(0, n - dim), n - 1])
-    kept = values > 1e-12 * n + 1e-6 * values[-1]  # less is the rounding of g, or of the products
+    kept = values > 1e-12 * n  # smaller variances may come from the rounding of g to float32
     return torch.from_numpy(vectors[:, kept] * values[kept] ** 0.5).flip(1)  # the largest first
 
 
@@ -117,7 +117,9 @@ def federate(args):
     else:
         w = train.get_weights(model)
         table = train.new_table(clients.participating, len(w), trainer.device)
-        for ids in clients.ids.split(clients.sample):  # all at once would take another table
+        # The first uploads only fill the table. They come in groups, because all of them at once
+        # would take as much memory as the table.
+        for ids in clients.ids.split(clients.sample):
             with suppress(UserError):  # if no upload of the group is finite, its rows stay zero
                 trained, ws, _ = trainer.train(train.local_solver, model, w, ids, 0)  # line 1
                 table[trained] = w - ws  # line 1
@@ -127,8 +129,8 @@ def federate(args):
         if not len(usable):
             raise UserError("all updates are zero or infinite: change --lr")
         vertices = hull_vertices(table, args.hull_dim, args.unit_length).cpu()  # line 3
-        # Interior (table 1) trains as many non-vertices as there are vertices, or all of them if
-        # there are fewer. We add a control: as many clients, drawn from all (random).
+        # Table 1 also has clients inside the hull, and random ones, without their number. So that
+        # only the choice differs, we train as many of them as there are vertices.
         inside = usable[~torch.isin(usable, vertices)]
         possible = {"hull": vertices, "interior": inside, "random": usable}[args.selection]
         if not len(possible):
@@ -138,10 +140,10 @@ def federate(args):
         selected = splits.draw(possible, count, random_at(args.seed, "select", t))  # line 3: I_t
         # Ids [k], weights [k, P], losses [k] of the clients whose upload is finite
         trained, ws, losses = trainer.train(train.local_solver, model, w, selected, t)  # lines 5, 6
-        g = w - ws  # line 7
+        g = w - ws  # line 7, with the statistics of batch norm, if the model has any
         table[trained] = g  # section IV-B; the rows of the other clients stay
         n = clients.sizes[trained].to(g)
-        if args.weighting == "equal":
+        if args.weighting == "equal":  # 1 / |I_t| as in the theory; the experiments do not say
             n = torch.ones_like(n)
         alpha = n / n.sum()
         w = w - alpha @ g  # line 9
@@ -155,10 +157,10 @@ def federate(args):
     return run.finish(model, w)
 
 
-# The example on glyphs is ours: three of 80 clients of equal size hold a rare class each. The rest
-# is section V. WU: lr 0.1, 5 local epochs, batches of 128. RESNET: 0.01, 3 and 16.
-# common/settings.py says which values are the paper's. With few local steps, in float32, rounding
-# moves a run of the example less than another seed does (docs/minimax_select.md, section 6).
+# The example on glyphs is ours: three of 80 clients of equal size hold a rare class each. It takes
+# few local steps, in float32, so that rounding moves a run less than another seed does. The other
+# settings follow section V, and common/settings.py says what we chose where it is silent. WU: lr
+# 0.1, 5 local epochs, batches of 128. RESNET: 0.01, 3 and 16.
 RARE = {
     "partition": "rare", "clients": 80, "hull_dim": 4, "width": 0.25, "local_epochs": 2,
     "batch_size": 30, "lr": 0.2, "rounds": 100, "evaluate_every": 5, "precision": "float32",

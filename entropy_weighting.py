@@ -53,8 +53,8 @@ def label_entropy(label_counts: Tensor) -> Tensor:
 def entropy_weights(label_counts: Tensor) -> Tensor:
     """Equation 14: counts of labels [M, C] -> aggregation weights alpha, float64 [M], with sum 1.
 
-    Against noise, section IV-A suggests the similarity to equal shares of all labels in place of
-    H_i. With -KL = H_i - log(C) the weights stay the same; with the cosine they change.
+    Against noise, section IV-A suggests the similarity of p_i to the uniform distribution in place
+    of H_i. With -KL = H_i - log(C) the weights stay the same; with the cosine they change.
 
     Raises ValueError like label_entropy.
     """
@@ -66,7 +66,7 @@ def federate(args):
     clients, model, trainer, run = prepare(args)
     # A client knows its training labels only, wrong ones included, which usually raise H_i
     counts = splits.label_counts(run.data, clients.train)[: clients.participating]
-    entropies = label_entropy(counts)  # line 2: really, each client computes and uploads its own
+    entropies = label_entropy(counts)  # line 2: in reality, each client uploads its own
     sizes = counts.sum(1)
     alphas = {
         "entropy": entropy_weights(counts),
@@ -92,8 +92,8 @@ def federate(args):
 
 
 # The example on glyphs is ours: most of 40 clients of equal size hold one class, and the others
-# hold all. The rest is section V. WU: lr 0.1, 5 local epochs, batches of 128. RESNET: 0.01, 3 and
-# 16. common/settings.py says which values are the paper's.
+# hold all. The other settings follow section V, and common/settings.py says what we chose where it
+# is silent. WU: lr 0.1, 5 local epochs, batches of 128. RESNET: 0.01, 3 and 16.
 SPECIALISTS = {
     "partition": "specialists", "clients": 40, "width": 0.25, "batch_size": 32, "rounds": 20,
 }  # fmt: skip

@@ -104,8 +104,9 @@ def federate(args):
     return run.finish(model, theta)
 
 
-# The example on glyphs is ours. The rest is section V of Wu et al. WU: lr 0.1, 5 local epochs,
-# batches of 128. RESNET: 0.01, 3 and 16. common/settings.py says which values are the paper's.
+# The example on glyphs is ours. The other settings follow section V of Wu et al., and
+# common/settings.py says what we chose where it is silent. WU: lr 0.1, 5 local epochs, batches of
+# 128. RESNET: 0.01, 3 and 16.
 SETTINGS = {
     "glyphs": {**WU, "dirichlet": 0.1, "width": 0.25, "batch_size": 32, "rounds": 20},
     "other": {**WU, "dirichlet": 0.5},

@@ -3,8 +3,9 @@
 Guo, Guo, Cao, Wu and Chang, Out-of-Distribution Generalization of Federated Learning via Implicit
 Invariant Relationships, ICML 2023. A model theta is a feature extractor followed by a classifier
 omega, and R_c, the risk of client c, is its mean loss. Each client adds a penalty to its loss: the
-squared distance between its gradient with respect to omega and g~. This is the mean g of the
-selected clients' gradients, smoothed over the rounds by a moving average.
+squared distance between its gradient with respect to omega and g~. This is a moving average, over
+the rounds, of g, the mean of the selected clients' gradients. R_c is over all samples of client c
+in line 4, and over the mini-batch in line 10.
 
     Algorithm 1, FedIIR, counting every line of its listing               in the code
      1  initialise theta^0                                                federate
@@ -30,7 +31,7 @@ code say where the paper is silent, and where the authors' code differs.
         (the same with --clients 5: table 4)
     python fediir.py --dataset PACS --pretrained --image-size 224 --test-domain all    (table 10)
     python fediir.py --dataset OfficeHome --pretrained --image-size 224 --test-domain all \\
-        --model resnet50 --lr 1e-3 --gamma 5e-4               (VLCS: --lr 1e-3 --gamma 5e-3)
+        --model resnet50 --lr 1e-3 --gamma 5e-4   (VLCS: no --model, --lr 1e-3 --gamma 5e-3)
 """
 
 import torch
@@ -98,7 +99,7 @@ def fediir_loss(
             f"global_gradient has shape {tuple(global_gradient.shape)}, not {tuple(gradient.shape)}"
         )
     penalty = (gradient - global_gradient).square().sum()  # line 10
-    return risk + gamma / 2 * penalty  # line 10; without 1/2 in the authors' code: twice our gamma
+    return risk + gamma / 2 * penalty  # line 10; the authors' code has no 1/2: double its gamma
 
 
 def client_update(model, theta, batches, optimizer, autocast, global_gradient, gamma):
@@ -110,14 +111,17 @@ def client_update(model, theta, batches, optimizer, autocast, global_gradient, g
             loss = fediir_loss(model.features, model.classifier, x, y, global_gradient, gamma)
         optimizer.zero_grad()
         loss.backward()  # line 10
-        optimizer.step()  # line 11; the authors' code has --momentum 0.9
+        optimizer.step()  # line 11: plain SGD; the authors' code has --momentum 0.9
         total += len(y) * loss.detach()
         samples += len(y)
     return total / samples
 
 
 def federate(args):
-    """Algorithm 1 with these flags. The paper chooses best_id.pt, the round with the best ID."""
+    """Algorithm 1 with these flags.
+
+    The paper keeps the model of the round with the best validation accuracy, here best_id.pt.
+    """
     if args.test_domain is None:
         raise UserError("--test-domain is missing: name the domain to leave out")
     clients, model, trainer, run = prepare(args)
@@ -162,10 +166,9 @@ def federate(args):
 # of 224 pixels are cropped, flipped, jittered and turned grey at random.
 #
 # EXAMPLE, on coloured glyphs, is ours, and so are GLYPHS and QUICK. A narrower model needs a larger
-# gamma. In the example a batch is all of a client's data, so a client takes one step per round, and
-# its gradients are those that g is the mean of. With other batches, or an older g, the penalty
-# charges more than disagreement, and at this lr and gamma that ruins the model
-# (docs/fediir_limits.md).
+# gamma. In the example a batch is all of a client's data, and v is 0, so the penalty compares just
+# those gradients of which g~ is the mean. With other batches, or an older g~, it charges more than
+# disagreement, and at this lr and gamma that ruins the model (docs/fediir_limits.md).
 PAPER = {"clients": 50, "local_epochs": 1, "rounds": 100}
 EXAMPLE = {
     "test_domain": "test", "model": "convnet", "width": 0.125, "lr": 0.1, "batch_size": 6000,

@@ -16,11 +16,11 @@ smallest, since nobody else can stand in for them.
      7          g_t^i = w_t - w_t^i                                      federate
      9      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i                federate
 
-Algorithm 1 is MinimaxSim. Its lines 2 to 5 compare the rows of the table, which the paper calls
-g_s^i: cosines. Lines 6 to 9 look up S*_i = max over j != i of cos(g^i, g^j): largest_similarity.
-Lines 10 to 16 take the clients with the smallest S*_i: minimax_clients. Line 3 of Algorithm 2 is
-convex_hull_select.py; lines 8 and 10 only end a loop. What the paper leaves open stands beside the
-line in question, and the rest in docs/minimax_select.md.
+Algorithm 1 is MinimaxSim. Its lines 2 to 5 compare the rows of the table, which are g_t^i there,
+and g_s^i in Algorithm 2: cosines. Lines 6 to 9 look up S*_i = max over j != i of cos(g^i, g^j):
+largest_similarity. Lines 10 to 16 take the clients with the smallest S*_i: minimax_clients. Line 3
+of Algorithm 2 is convex_hull_select.py; lines 8 and 10 only end a loop. What the paper leaves open
+stands beside the line in question, and the rest in docs/minimax_select.md.
 
     python minimax_select.py
     python minimax_select.py --dataset cifar10
@@ -60,7 +60,7 @@ def cosines(g: Tensor) -> Tensor:
     length = lengths(g)[:, None]
     similarity = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
     for part in g.detach().split(2**11, dim=1):  # in blocks, because a copy of g would be large
-        part = (part.double() / length).float()  # short float32 sums, added up in float64
+        part = part.double() / length
         similarity += part @ part.T
     return (similarity + similarity.T) / 2  # so that ties are ties, in spite of rounding
 
@@ -72,16 +72,17 @@ def largest_similarity(similarity: Tensor) -> Tensor:
 
 
 def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
-    """The k clients with the smallest S*_i (equation 16; Algorithm 1): int64 [k], ascending.
+    """The k clients with the smallest S*_i (equation 16): int64 [k], ascending.
 
     g        the clients' updates [M, P]: weights before training minus weights after it, so do not
              pass weights
     largest  takes the largest S*_i instead, which is MaxSim
 
-    The loop in Algorithm 1, `while |I| <= K`, ends with K + 1 clients; we follow equation 16. Two
-    clients that are each other's most similar client have the same S*_i, and ties go to the smaller
-    index. Updates that are zero or not finite are never selected. Raises ValueError if g is not a
-    matrix, or has fewer than k usable rows.
+    Algorithm 1, lines 10 to 16, differs: its loop `while |I| <= K` ends with K + 1 clients, and
+    line 14 takes a value S*_i out of a set, which two clients share if each is the other's most
+    similar one. We follow equation 16, so both can be selected. Ties go to the smaller index.
+    Updates that are zero or not finite are never selected. Raises ValueError if g is not a matrix,
+    or has fewer than k usable rows.
     """
     if g.dim() != 2 or not len(g):
         raise ValueError(f"g must be [clients, parameters], not {tuple(g.shape)}")
@@ -132,11 +133,10 @@ def federate(args):
     return run.finish(model, w)
 
 
-# The example on glyphs is ours: three of 80 clients of equal size hold a rare class each. The rest
-# is section V. WU: lr 0.1, 5 local epochs, batches of 128. RESNET: 0.01, 3 and 16.
-# common/settings.py says which values are the paper's, and what we chose where it is silent. With
-# few local steps, in float32, rounding moves a run of the example less than another seed does
-# (docs/minimax_select.md, section 6).
+# The example on glyphs is ours: three of 80 clients of equal size hold a rare class each. It takes
+# few local steps, in float32, so that rounding moves a run less than another seed does. The other
+# settings follow section V, and common/settings.py says what we chose where it is silent. WU: lr
+# 0.1, 5 local epochs, batches of 128. RESNET: 0.01, 3 and 16.
 RARE = {
     "partition": "rare", "clients": 80, "sample": 10, "width": 0.25, "local_epochs": 2,
     "batch_size": 30, "lr": 0.2, "rounds": 100, "evaluate_every": 5, "precision": "float32",

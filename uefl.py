@@ -5,7 +5,7 @@ Heterogeneous Data Silos (arXiv 2402.18888). An encoder f_E turns an image into 
 replaces each token by the nearest codeword c of a codebook, and a classifier f_C reads c. A silo is
 a client, and sg(a) means that no gradient flows through a. docs/uefl.md lists all choices of ours.
 
-    Algorithm 1, without the ends of its branches and loops             in the code
+    Algorithm 1, its statements, without the ends of branches and loops  in the code
      1  sample K data silos as clients                                  build
      2  initialise theta, and a codebook of v codewords, at random      ExtensibleCodebook, federate
      3  e_k = 0                                                         federate
@@ -73,6 +73,30 @@ def build_model(args, base):
     return UEFL(base.features, codebook, base.classifier, args.token_norm)
 
 
+class UEFL(nn.Module):
+    """Encoder, codebook and classifier, without a codebook FedAvg's.
+
+    token_norm  a layer norm without parameters follows the encoder, in FedAvg, too. It is ours:
+                tokens after ReLUs point in similar directions, and would use few codewords
+    """
+
+    def __init__(self, features: nn.Module, codebook, classifier: nn.Module, token_norm: bool):
+        super().__init__()
+        self.codebook = codebook  # the first attribute, so that theta begins with the codewords
+        self.features, self.classifier, self.token_norm = features, classifier, token_norm
+
+    def encode(self, x: Tensor) -> Tensor:
+        """x -> tokens [N, l, d]: h w of them from a feature map [N, d, h, w], one from a vector."""
+        z = self.features(x)  # line 12
+        z = z.flatten(2).mT if z.dim() == 4 else z.unsqueeze(1)
+        return F.layer_norm(z, z.shape[-1:]) if self.token_norm else z
+
+    def forward(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """p = f_C(f_D(f_E(x))) (equation 1): x -> logits [N, C] and L_code."""
+        c, code_loss, _ = self.codebook(self.encode(x), allowed)
+        return self.classifier(c.mT), code_loss  # line 14; the classifier expects channels first
+
+
 class ExtensibleCodebook(nn.Module):
     """Replaces each segment of a token by the nearest codeword that the client may use.
 
@@ -119,7 +143,8 @@ class ExtensibleCodebook(nn.Module):
                 distances = torch.addmm((words**2).sum(1), z - centre, words.T, alpha=-2)
                 indices = usable[distances.argmin(1)]  # line 13, equation 4
             c = self.codewords[indices]
-            # The means over all numbers and both weights are those of the authors' code
+            # As in the authors' code, both terms are means and have a weight; the paper's are sums,
+            # and only beta is a weight
             loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
             loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
             # As in VQ-VAE, the task's gradient for c goes to z; codewords learn from L_code alone
@@ -132,30 +157,6 @@ class ExtensibleCodebook(nn.Module):
         """Adds codewords [v, d / s]. An optimizer like Adam must be made anew afterwards."""
         self.codewords.data = torch.cat([self.codewords, codewords.to(self.codewords)])
         self.codewords.grad = None  # it has the old shape
-
-
-class UEFL(nn.Module):
-    """Encoder, codebook and classifier, without a codebook FedAvg's.
-
-    token_norm  a layer norm without parameters follows the encoder, in FedAvg, too. It is ours:
-                tokens after ReLUs point in similar directions, and would use few codewords
-    """
-
-    def __init__(self, features: nn.Module, codebook, classifier: nn.Module, token_norm: bool):
-        super().__init__()
-        self.codebook = codebook  # the first attribute, so that theta begins with the codewords
-        self.features, self.classifier, self.token_norm = features, classifier, token_norm
-
-    def encode(self, x: Tensor) -> Tensor:
-        """x -> tokens [N, l, d]: h w of them from a feature map [N, d, h, w], one from a vector."""
-        z = self.features(x)  # line 12
-        z = z.flatten(2).mT if z.dim() == 4 else z.unsqueeze(1)
-        return F.layer_norm(z, z.shape[-1:]) if self.token_norm else z
-
-    def forward(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """p = f_C(f_D(f_E(x))) (equation 1): x -> logits [N, C] and L_code."""
-        c, code_loss, _ = self.codebook(self.encode(x), allowed)
-        return self.classifier(c.mT), code_loss  # line 14; the classifier expects channels first
 
 
 def client_update(model, theta, batches, optimizer, autocast, allowed):
@@ -211,10 +212,11 @@ def predictive_entropy(probabilities: Tensor) -> Tensor:
 def client_evaluation(model, batches, autocast, passes, allowed=None):
     """Line 22 for one client: its uncertainty e_k, and for the log perplexity and answers.
 
-    e_k is the mean entropy of the held-out samples, and needs no labels. The answers, how many
-    samples of class i are called j, are those of the mean probabilities of the same T passes with
-    dropout, while the other methods' files switch dropout off. Dropout stands before the linear
-    layers. The perplexity is exp(entropy) of how often each codeword is used. Returns [2 + C C].
+    e_k is the mean entropy of the held-out samples, which is our choice, and needs no labels. The
+    answers, how many samples of class i are called j, are those of the mean probabilities of the
+    same T passes with dropout, while the other methods' files switch dropout off. Only the
+    classifier has dropout, so encoder and codebook run once for all passes. The perplexity is
+    exp(entropy) of how often each codeword is used. Returns [2 + C C].
     """
     model.classifier.train()  # so that dropout stays on
     entropies, answers, indices = [], 0, []
@@ -260,13 +262,21 @@ def evaluate(args, clients, trainer, model, theta, allowed, t):
     return e, {**measures, "confusion": answers}
 
 
+def uncertain(entropies: Tensor, gamma: float) -> Tensor:
+    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K].
+
+    For a client whose entropy is NaN the answer is no.
+    """
+    return entropies > (1 + gamma) * entropies.nan_to_num(torch.inf).min()  # lines 8, 24
+
+
 @torch.no_grad()
 def client_codewords(model, batches, autocast, size, rng):
     """Line 9 for one client: K-means centroids of all its segments, [size, d / s] as a vector."""
     width = model.codebook.codewords.shape[1]
     with autocast():
         segments = torch.cat([model.encode(x).reshape(-1, width) for x, _ in batches]).double()
-    with warnings.catch_warnings(action="ignore"):  # if segments are equal, codewords may be equal
+    with warnings.catch_warnings(action="ignore"):  # if segments are few or equal, so are codewords
         # k-means++ and ten steps, on the segments of all training samples
         centroids, _ = kmeans2(segments.cpu().numpy(), size, minit="++", rng=rng)  # line 9
     return torch.from_numpy(centroids).to(segments.device, torch.float32).flatten()
@@ -275,8 +285,9 @@ def client_codewords(model, batches, autocast, size, rng):
 def extend(args, clients, trainer, model, theta, allowed, grown, t):
     """Lines 9 and 10: new codewords for each of the clients `grown`. Returns theta and allowed.
 
-    Only this client may use them (section 3.1). Line 10 adds v of them, and so do we, while tables
-    11, 14 and 16 double the codebook.
+    Only this client may use them, as we read section 3.1, while 3.2 speaks of "the clients that
+    utilize" a codeword. Line 10 adds v of them, and so do we, while tables 11, 14 and 16 double the
+    codebook.
     """
     rngs = [random_at(args.seed, "codewords", t, k) for k in clients.ids.tolist()]
     new = trainer.map(
@@ -288,14 +299,6 @@ def extend(args, clients, trainer, model, theta, allowed, grown, t):
     own = clients.ids[:, None] == grown.repeat_interleave(args.codebook_size)
     allowed = torch.cat([allowed, own.to(allowed.device)], dim=1)  # line 10
     return train.get_weights(model), allowed
-
-
-def uncertain(entropies: Tensor, gamma: float) -> Tensor:
-    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K].
-
-    For a client whose entropy is NaN the answer is no.
-    """
-    return entropies > (1 + gamma) * entropies.nan_to_num(torch.inf).min()  # lines 8, 24
 
 
 def federate(args):
@@ -311,14 +314,14 @@ def federate(args):
     first = theta.new_ones(clients.participating, args.codebook_size, dtype=torch.bool)
     allowed = run.state.get("allowed", first)
     # A resumed run's theta has more codewords than the model was built with
-    size, d = model.codebook.codewords.shape
-    model.codebook.extend(torch.zeros(allowed.shape[1] - size, d))
+    size, width = model.codebook.codewords.shape
+    model.codebook.extend(torch.zeros(allowed.shape[1] - size, width))
 
     for iteration in range(run.state.get("iteration", 1), args.iterations + 1):  # line 4
         last = args.rounds + (iteration - 1) * args.later_rounds  # line 23: later ones are shorter
         for t in run.rounds(last):  # line 5
             rng = random_at(args.seed, "select", t)
-            # All silos; with another --partition, --sample of the clients
+            # All silos, as in the paper, unless --sample or another --partition says otherwise
             selected = splits.draw(clients.ids, clients.sample, rng)
             # Lines 7, 19: ids [k], weights [k, P], losses [k] of the clients whose upload is finite
             trained, thetas, losses = trainer.train(
@@ -327,7 +330,7 @@ def federate(args):
             n = clients.sizes[trained].to(theta)
             alpha = n / n.sum()
             cut = model.codebook.codewords.numel()  # theta begins with the codewords: see UEFL
-            before, after = theta[:cut].view(-1, d), thetas[:, :cut].unflatten(1, (-1, d))
+            before, after = theta[:cut].view(-1, width), thetas[:, :cut].unflatten(1, (-1, width))
             theta = alpha @ thetas  # line 20, also for the statistics of batch norm
             theta[:cut] = average_codewords(before, after, n, allowed[trained]).flatten()  # line 20
 
@@ -414,6 +417,7 @@ def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
     label, baselines = "FedAvg", {}
     if args.codebook_size:
+        # compare() gives both baselines as many rounds as UEFL has taken
         label, baselines = "UEFL", {"static": {"iterations": 1}, "FedAvg": {"codebook_size": 0}}
     prediction = (
         "the model is least certain about the turned silos, so they get codewords of their own, "

@@ -94,6 +94,12 @@ def test_minimax_minimises_equation_16_over_all_subsets(rng):
         assert minimax_clients(g, k).tolist() == list(best)
 
 
+def test_minimax_tells_nearly_parallel_updates_apart(rng):
+    g = 1 + 1e-3 * normal(rng, 20, 5000)  # 1 - cosine is about 1e-6
+    best = largest_by_numpy(g.double()).argsort(kind="stable")
+    assert minimax_clients(g, 5).tolist() == sorted(best[:5])
+
+
 def test_maxsim_is_the_mirror(rng):
     for _ in range(10):
         g = normal(rng, 9, 4)
@@ -215,7 +221,7 @@ def test_a_large_common_part_changes_no_vertices(spread, rng):
 def test_selections_are_right_for_any_type_and_length(dtype, unit, rng):
     """Squared lengths need not fit into the type of the updates, nor these into float32."""
     g = normal(rng, 12, 400).double()
-    g[5] *= 900 / g[5].norm()
+    g[5] *= 50_000 / g[5].norm()
     g = (unit * g).to(dtype)
     best = largest_by_numpy(g.double() / unit).round(6).argsort(kind="stable")
     assert minimax_clients(g, 4).tolist() == sorted(best[:4])

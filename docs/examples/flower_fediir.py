@@ -66,7 +66,7 @@ def fediir_loss(
             f"global_gradient has shape {tuple(global_gradient.shape)}, not {tuple(gradient.shape)}"
         )
     penalty = (gradient - global_gradient).square().sum()  # line 10
-    return risk + gamma / 2 * penalty  # line 10; without 1/2 in the authors' code: twice our gamma
+    return risk + gamma / 2 * penalty  # line 10; the authors' code has no 1/2: double its gamma
 
 
 # ------------------------------------------------------------------------------------- your project

@@ -63,7 +63,8 @@ class ExtensibleCodebook(nn.Module):
                 distances = torch.addmm((words**2).sum(1), z - centre, words.T, alpha=-2)
                 indices = usable[distances.argmin(1)]  # line 13, equation 4
             c = self.codewords[indices]
-            # The means over all numbers and both weights are those of the authors' code
+            # As in the authors' code, both terms are means and have a weight; the paper's are sums,
+            # and only beta is a weight
             loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
             loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
             # As in VQ-VAE, the task's gradient for c goes to z; codewords learn from L_code alone

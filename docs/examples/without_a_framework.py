@@ -35,8 +35,8 @@ def label_entropy(label_counts: Tensor) -> Tensor:
 def entropy_weights(label_counts: Tensor) -> Tensor:
     """Equation 14: counts of labels [M, C] -> aggregation weights alpha, float64 [M], with sum 1.
 
-    Against noise, section IV-A suggests the similarity to equal shares of all labels in place of
-    H_i. With -KL = H_i - log(C) the weights stay the same; with the cosine they change.
+    Against noise, section IV-A suggests the similarity of p_i to the uniform distribution in place
+    of H_i. With -KL = H_i - log(C) the weights stay the same; with the cosine they change.
 
     Raises ValueError like label_entropy.
     """
@@ -66,7 +66,7 @@ def cosines(g: Tensor) -> Tensor:
     length = lengths(g)[:, None]
     similarity = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
     for part in g.detach().split(2**11, dim=1):  # in blocks, because a copy of g would be large
-        part = (part.double() / length).float()  # short float32 sums, added up in float64
+        part = part.double() / length
         similarity += part @ part.T
     return (similarity + similarity.T) / 2  # so that ties are ties, in spite of rounding
 
@@ -78,16 +78,17 @@ def largest_similarity(similarity: Tensor) -> Tensor:
 
 
 def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
-    """The k clients with the smallest S*_i (equation 16; Algorithm 1): int64 [k], ascending.
+    """The k clients with the smallest S*_i (equation 16): int64 [k], ascending.
 
     g        the clients' updates [M, P]: weights before training minus weights after it, so do not
              pass weights
     largest  takes the largest S*_i instead, which is MaxSim
 
-    The loop in Algorithm 1, `while |I| <= K`, ends with K + 1 clients; we follow equation 16. Two
-    clients that are each other's most similar client have the same S*_i, and ties go to the smaller
-    index. Updates that are zero or not finite are never selected. Raises ValueError if g is not a
-    matrix, or has fewer than k usable rows.
+    Algorithm 1, lines 10 to 16, differs: its loop `while |I| <= K` ends with K + 1 clients, and
+    line 14 takes a value S*_i out of a set, which two clients share if each is the other's most
+    similar one. We follow equation 16, so both can be selected. Ties go to the smaller index.
+    Updates that are zero or not finite are never selected. Raises ValueError if g is not a matrix,
+    or has fewer than k usable rows.
     """
     if g.dim() != 2 or not len(g):
         raise ValueError(f"g must be [clients, parameters], not {tuple(g.shape)}")
@@ -118,10 +119,10 @@ def principal_components(g: Tensor, rows: Tensor, dim: int, scale: bool = False)
     gram = torch.zeros(n, n, dtype=torch.float64, device=g.device)
     for part in g.detach().split(2**11, dim=1):  # in blocks, because a copy of g would be large
         part = part[rows].double() / unit
-        part = (part - part.mean(0)).float()  # short float32 sums, added up in float64
+        part = part - part.mean(0)
         gram += part @ part.T
     values, vectors = eigh(gram.cpu(), subset_by_index=[max(0, n - dim), n - 1])
-    kept = values > 1e-12 * n + 1e-6 * values[-1]  # less is the rounding of g, or of the products
+    kept = values > 1e-12 * n  # smaller variances may come from the rounding of g to float32
     return torch.from_numpy(vectors[:, kept] * values[kept] ** 0.5).flip(1)  # the largest first
 
 
