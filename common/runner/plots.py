@@ -244,8 +244,8 @@ def hull(run, known: Tensor, points: Tensor, vertices: Tensor) -> None:
     vertices  the ids of those on the hull
     """
     dim = points.shape[1]
-    xy = F.pad(points, (0, 1))[:, :2].numpy()  # if dim is 1, the second component is 0
-    colour = client_colours(run.clients)[known]
+    xy = F.pad(points, (0, 2))[:, :2].numpy()  # if dim is below 2, what is missing is 0
+    colour = client_colours(run.clients)[known.numpy()]
     title = f"the clients' latest updates; large: a corner\nof their hull in {dim} dimensions"
     on_hull = np.isin(known.numpy(), vertices.numpy())
     with drawn(run.folder / "hull.png", 7.6, 4.2) as figure:
