@@ -125,7 +125,7 @@ def coloured(agreement: Sequence[float], grey: bool = False) -> dict:
         "y": y,
         "train": train,
         "test": test,
-        "classes": ["0 8", "1 7"],
+        "classes": ["0 or 8", "1 or 7"],
         "domain": domain,
         "domains": ["one", "two", "test"],
         "extra": {"neutral": torch.arange(n, len(rows))},

@@ -129,7 +129,7 @@ def draw(file, rows):
         for axes, c in zip(figure.subplots(height, width).flat, rows, strict=True):
             names, _, what = c.label.partition(": ")
             names = names.split(", not ")
-            by = f"{'ratio' if c.is_ratio else 'at the end'} {difference(c)}"
+            by = f"{'ratio' if c.is_ratio else 'last five'} {difference(c)}"
             title = f"{' against '.join(names)}\n{what}\n{by}"
             for k, name in enumerate(names):
                 values = c.over_experiments(c.values)[k]
@@ -138,7 +138,7 @@ def draw(file, rows):
                 axes.plot(c.rounds, mean, plots.LINES[k], color=colour, label=name)
                 axes.fill_between(c.rounds, *band, color=colour, alpha=0.18, lw=0)
                 if c.paper:
-                    label = None if k else "the paper"
+                    label = f"{name}, the paper"
                     axes.axhline(c.paper_means[k], color=colour, ls=":", lw=1, label=label)
             axes.set(title=title, xlabel="round", ylabel="percent" * in_percent(c.column))
             axes.legend(fontsize=8)

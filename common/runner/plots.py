@@ -246,7 +246,7 @@ def hull(run, known: Tensor, points: Tensor, vertices: Tensor) -> None:
     dim = points.shape[1]
     xy = F.pad(points, (0, 2))[:, :2].numpy()  # if dim is below 2, what is missing is 0
     colour = client_colours(run.clients)[known.numpy()]
-    title = f"the clients' latest updates; large: a corner\nof their hull in {dim} dimensions"
+    title = f"the clients' updates after the last round\n(large: a corner in {dim} dimensions)"
     on_hull = np.isin(known.numpy(), vertices.numpy())
     with drawn(run.folder / "hull.png", 7.6, 4.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
@@ -272,16 +272,15 @@ def uncertainties(run, gamma: float) -> None:
     file, m = run.folder / "uncertainties.png", run.clients.participating
     names = [kind.format(k, run.clients.groups[k]) for k in range(m)]
     with drawn(file, 2.4 * len(ends) + 1, 1.3 + 0.25 * m) as figure:
-        figure.suptitle("a silo whose bar crosses the dotted line gets new codewords")
+        figure.suptitle("a silo whose bar crosses the dotted line gets more words (codewords)")
         all_axes = figure.subplots(1, len(ends), squeeze=False, sharex=True, sharey=True)[0]
         for axes, row in zip(all_axes, ends.values(), strict=True):
             e = np.array(row["uncertainties"])
             threshold = (1 + gamma) * e.min()
-            bars = axes.barh(names, e, color=np.where(e > threshold, COLOURS[3], "0.8"))
-            words = [f"{n:.0f} words" for n in row["codewords"]]
-            axes.bar_label(bars, words, padding=6, backgroundcolor="white")
-            axes.margins(x=0.3)
+            axes.barh(names, e, color=np.where(e > threshold, COLOURS[3], "0.8"))
+            for k, n in enumerate(row["codewords"]):
+                axes.text(0, k, f" {n:.0f} words", va="center")
             axes.axvline(threshold, color="black", ls=":", lw=0.9)
-            end = ", the end" if row is run.rows[-1] else ""
+            end = " (no more words)" if row is run.rows[-1] else ""
             axes.set(title=f"after round {row['round']}{end}", xlabel="uncertainty (nats)")
         all_axes[0].invert_yaxis()
