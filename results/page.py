@@ -61,13 +61,17 @@ def worth(rows, p):
     methods = {}
     for c in rows:
         name, baseline = c.label.split(", not ")
-        methods.setdefault(name, []).append((c, f"{bounds(c)} {baseline}"))
+        saw = f"{bounds(c)} {baseline}"
+        if c.paper:
+            possible = "possible" if c.welch(c.difference()) >= 0.05 else "excluded"
+            saw += f" [paper: {c.effect:.1f} better, {possible}]"
+        methods.setdefault(name, []).append((c, saw))
     lines = [["method", "worth using?", "what we saw at the end, in points of accuracy (95 %)"]]
     for name, found in methods.items():
         of_method, saw = zip(*found, strict=True)
         last = of_method[-1]
         answer = word(of_method, p.get((last.method, last.baseline, last.column), 1))
-        lines.append([name, answer, "; ".join(saw)])
+        lines.append([name, answer, "<br>".join(saw)])
     return lines
 
 
