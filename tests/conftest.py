@@ -1,4 +1,6 @@
 import os
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -9,11 +11,12 @@ if not any("test_gpu" in word for word in sys.argv):
 
 import pytest
 import torch
-from helpers import drawn, make_tiny, settings
+from helpers import drawn, lines_of, make_tiny, settings
 from matplotlib.figure import Figure
 
 import common.data
-from common import ranks
+from common import random_at, ranks
+from common.data import load
 from common.runner import runs
 from common.splits import Clients
 from common.train import Trainer
@@ -26,12 +29,17 @@ def alone(monkeypatch):
     """Draws glyphs once, never forks pytest, and lets the folders of two tests have one path."""
     monkeypatch.setattr(common.data, "glyphs", drawn)
     monkeypatch.setattr(ranks, "cores", lambda: 1)
-    common.data.load.cache_clear()
+    load.cache_clear()
 
 
 @pytest.fixture
 def tiny():
     return make_tiny()
+
+
+@pytest.fixture
+def rng():
+    return random_at(0, "test")
 
 
 @pytest.fixture
@@ -62,12 +70,12 @@ def start(monkeypatch, tmp_path):
                 savefig(self, file, **options)
             DRAWN.add(picture)
 
-        first = "" if "--resume" in flags else "--precision float32 "
-        first += "" if "--device" in flags else "--device cpu "
+        words = "" if "--resume" in flags else "--precision float32 --out run "
+        words += flags if "--device" in flags else f"--device cpu {flags}"
         with monkeypatch.context() as patch:
             patch.setattr(Figure, "savefig", draw_once)
-            method.main((first + flags).split())
-        return tmp_path
+            method.main(words.split())
+        return tmp_path / re.findall(r"--(?:out|resume) (\S+)", words)[-1]
 
     return run_method
 
@@ -95,3 +103,25 @@ def start_and_stop(start, monkeypatch):
                 start(method, flags)
 
     return run_method
+
+
+@pytest.fixture
+def launched(capsys, monkeypatch, tmp_path):
+    """launched(method, "--flag value ...") is the exit code of a program, and its lines on stderr.
+
+    With the fixture `start` as the third argument, it has the tiny data.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def launch(method, flags, run=lambda method, flags: method.main(shlex.split(flags))):
+        capsys.readouterr()
+        load.cache_clear()  # as in a program of its own
+        monkeypatch.setattr(sys, "argv", [method.__file__])
+        code = 0
+        try:
+            ranks.launch(lambda: run(method, flags))
+        except SystemExit as end:
+            code = end.code
+        return code, lines_of(capsys.readouterr().err)
+
+    return launch

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 import common.data
 from common import random_at
@@ -38,6 +39,16 @@ def make_tiny(n_train=120, n_test=60, size=8) -> Dataset:
     )  # fmt: skip
 
 
+def draw_images(folder, parts=("train", "test"), classes=("cat", "dog"), n=3) -> None:
+    """A folder of images, in which red is 40 times the class plus 100 times the part."""
+    for p, part in enumerate(parts):
+        for c, name in enumerate(classes):
+            (folder / part / name).mkdir(parents=True, exist_ok=True)
+            for i in range(n):
+                image = Image.new("RGB", (20, 10), (40 * c + 100 * p, 5 * i, 0))
+                image.save(folder / part / name / f"{i}.png")
+
+
 # ---------------------------------------------------------------- what a run begins with
 
 
@@ -48,11 +59,15 @@ def settings(**changes) -> Namespace:
     return Namespace(**{**vars(args), "seed": 0, **changes})
 
 
+def parse(method, words: str) -> Namespace:
+    """The flags of this method's program."""
+    own = method.SETTINGS, method.SMALL, method.own_flags
+    return flags.parse(method.__file__, method.__doc__, *own, words.split())
+
+
 def parsed(method, words: str) -> Namespace:
     """The flags of one run of this method, as the fixture `start` would run it."""
-    own = method.SETTINGS, method.SMALL, method.own_flags
-    words = f"--device cpu --precision float32 {words}".split()
-    args = flags.parse(method.__file__, method.__doc__, *own, words)
+    args = parse(method, f"--device cpu --precision float32 {words}")
     return Namespace(**{**vars(args), "seed": args.seed[0]})
 
 
@@ -111,25 +126,38 @@ def logits_by_hand(model, theta, data, samples):
     return model(data.x[samples].float() / 127.5 - 1)
 
 
+def loss_and_gradient(model, theta, data, samples) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean cross-entropy of these samples, and its gradient for all weights."""
+    loss = F.cross_entropy(logits_by_hand(model, theta, data, samples), data.y[samples])
+    parts = torch.autograd.grad(loss, list(model.parameters()))
+    return loss, torch.cat([part.flatten() for part in parts])
+
+
 def sgd_by_hand(args, data, model, theta, samples, t, k):
     """Local training by its definition: v <- momentum v + grad, then theta <- theta - lr v."""
     rng, v = random_at(args.seed, "batches", t, k), 0
     for _ in range(args.local_epochs):
         order = samples[torch.from_numpy(rng.permutation(len(samples)))]
         for batch in order.split(args.batch_size):
-            loss = F.cross_entropy(logits_by_hand(model, theta, data, batch), data.y[batch])
-            gradients = torch.autograd.grad(loss, list(model.parameters()))
-            v = args.momentum * v + torch.cat([g.flatten() for g in gradients])
+            v = args.momentum * v + loss_and_gradient(model, theta, data, batch)[1]
             theta = theta - args.lr * v
     return theta
 
 
-def poison(monkeypatch, client) -> None:
-    """From now on the images of this client are NaN, so its uploads are never finite."""
+def largest_by_numpy(updates) -> np.ndarray:
+    """S*_i of Wu et al.: each client's largest cosine with another client, in float64."""
+    g = np.asarray(updates, float)
+    g = g / np.linalg.norm(g, axis=1, keepdims=True)
+    similarity = g @ g.T - 9 * np.eye(len(g))
+    return np.maximum(similarity, similarity.T).max(1)
+
+
+def poison(monkeypatch, *clients) -> None:
+    """From now on the images of these clients are NaN, so their uploads are never finite."""
     batches = Trainer._batches
 
     def poisoned(self, k, t, total):
         for x, y in batches(self, k, t, total):
-            yield x * (torch.nan if k == client else 1), y
+            yield x * (torch.nan if k in clients else 1), y
 
     monkeypatch.setattr(Trainer, "_batches", poisoned)

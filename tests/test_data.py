@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import drawn
+from helpers import draw_images, drawn
 from PIL import Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import rotate
@@ -106,24 +106,15 @@ def test_the_fingerprint_changes_with_one_pixel_one_label_or_one_domain(tiny):
     assert len({tiny.fingerprint(), *found}) == 6, "each change gives another number"
 
 
-def write_images(folder, classes=("cat", "dog"), n=3, shade=0):
-    for c, name in enumerate(classes):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        for i in range(n):
-            Image.new("RGB", (20, 10), (40 * c + shade, i, 0)).save(folder / name / f"{i}.png")
-
-
 @pytest.fixture
 def pets(tmp_path):
     """A folder with two domains of two classes, three images each."""
-    write_images(tmp_path / "pets" / "photo")
-    write_images(tmp_path / "pets" / "sketch", shade=100)
+    draw_images(tmp_path / "pets", ("photo", "sketch"))
     return tmp_path / "pets"
 
 
 def test_folder_of_train_and_test(tmp_path):
-    write_images(tmp_path / "pets" / "Train")
-    write_images(tmp_path / "pets" / "test", shade=100)
+    draw_images(tmp_path / "pets", ("Train", "test"))
     data, is_test = load(str(tmp_path / "pets"), tmp_path, image_size=8), torch.arange(12) > 5
     assert data.classes == ["cat", "dog"] and data.domain is None and data.domains == []
     assert data.train.tolist() == [*range(6)] and data.test.tolist() == [*range(6, 12)]

@@ -2,8 +2,15 @@ from argparse import Namespace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import kept, logits_by_hand, parsed, read_rows, sgd_by_hand
+from helpers import (
+    kept,
+    logits_by_hand,
+    loss_and_gradient,
+    parsed,
+    prepared,
+    read_rows,
+    sgd_by_hand,
+)
 
 import convex_hull_select
 import entropy_weighting
@@ -11,33 +18,30 @@ import fedavg
 import fediir
 import uefl
 from common import random_at
-from common.runner import compare, setup
+from common.runner import compare
 from common.splits import draw
-from common.train import get_weights
 
 CUT = "--model cnn --width 0.125 --local-epochs 2 --batch-size 16 --lr 0.1 --dirichlet 0.5 "
-CUT += "--clients 6 --participating 4 --sample 2 --rounds 3 --no-compare --out "
+CUT += "--clients 6 --participating 4 --sample 2 --rounds 3 --no-compare "
 
 
 @pytest.mark.parametrize("selection", ["random", "power_of_choice"])
 @pytest.mark.parametrize("weighting", ["size", "equal"])
 def test_three_rounds_are_algorithm_1_by_hand(start, selection, weighting):
-    words = f"{CUT}run --selection {selection} --weighting {weighting} --server-lr 0.7"
-    folder = start(fedavg, words) / "run"
-    args = parsed(fedavg, words)
-    data, clients, model = setup.assemble(args)
-    theta, train = get_weights(model), clients.train
+    words = f"{CUT} --selection {selection} --weighting {weighting} --server-lr 0.7"
+    folder = start(fedavg, words)
+    data, clients, model, trainer, theta = prepared(fedavg, words)
+    train = clients.train
 
     def loss_of(k):
-        logits = logits_by_hand(model, theta, data, train[k])
-        return F.cross_entropy(logits, data.y[train[k]]).item()
+        return loss_and_gradient(model, theta, data, train[k])[0]
 
     for t, row in enumerate(read_rows(folder), 1):
         selected = draw(clients.ids, 2, random_at(0, "select", t)).tolist()
         if selection == "power_of_choice":
             selected = sorted(sorted(range(4), key=loss_of)[-2:])
         n = [len(train[k]) if weighting == "size" else 1 for k in selected]
-        ends = [sgd_by_hand(args, data, model, theta, train[k], t, k) for k in selected]
+        ends = [sgd_by_hand(trainer.args, data, model, theta, train[k], t, k) for k in selected]
         mean = sum(n_k * end for n_k, end in zip(n, ends, strict=True)) / sum(n)
         theta = (theta + 0.7 * (mean - theta)).detach()
         assert row["selected"] == " ".join(map(str, selected))
@@ -56,9 +60,11 @@ def test_power_of_choice_takes_the_largest_losses_and_breaks_ties_by_id():
 
 
 def test_with_everybody_selected_it_does_not_matter_how(start):
-    for kind in ("random", "power_of_choice", "by_size"):
-        folder = start(fedavg, f"{CUT}{kind} --sample 4 --selection {kind}")
-        assert torch.equal(kept(folder / kind)["theta"], kept(folder / "random")["theta"])
+    kinds = ("random", "power_of_choice", "by_size")
+    first, *others = (
+        kept(start(fedavg, f"{CUT} --sample 4 --selection {kind} --out {kind}")) for kind in kinds
+    )
+    assert all(torch.equal(other["theta"], first["theta"]) for other in others)
 
 
 # ---------------------------------------------------------------- what is printed of every run
@@ -67,20 +73,20 @@ def test_with_everybody_selected_it_does_not_matter_how(start):
 def test_a_run_ends_with_chance_the_sampling_errors_and_the_accuracy_of_each_class(
     start, tiny, capsys
 ):
-    hits = read_rows(start(fedavg, CUT + "run") / "run")[-1]["hits"].split()
+    hits = read_rows(start(fedavg, CUT))[-1]["hits"].split()
     printed = capsys.readouterr().out
     labels = tiny.y[tiny.test].bincount().tolist()
     right = [f"{c}: {100 * int(h) / n:.1f}" for c, h, n in zip("abc", hits, labels, strict=True)]
     assert f"right in the last round, by class: {', '.join(right)}\n" in printed
     assert labels == [15, 22, 23] and "(always answering c: 38.3)" in printed
-    n = len(setup.assemble(parsed(fedavg, CUT + "run"))[1].held_out)
+    n = len(prepared(fedavg, CUT)[1].held_out)
     errors = [100 * 1.96 * (0.25 / of_part) ** 0.5 for of_part in (n, 60)]
     assert "Chance: 33.3. Sampling error (95 %): " in printed
     assert "± {:.1f} points ID, ± {:.1f} OOD.\n".format(*errors) in printed
 
 
 def test_without_held_out_samples_only_ood_is_measured(start, capsys):
-    rows = read_rows(start(fedavg, CUT + "run --held-out 0") / "run")
+    rows = read_rows(start(fedavg, CUT + "--held-out 0"))
     assert all(row["ood_accuracy"] and row["hits"] for row in rows)
     assert not any(column.startswith("id_") for column in rows[0])
     assert "± 12.7 points OOD." in capsys.readouterr().out

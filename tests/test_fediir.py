@@ -2,13 +2,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import kept, logits_by_hand, parsed, read_rows
+from helpers import kept, logits_by_hand, prepared, read_rows
 
 import fedavg
 import fediir
 from common import UserError, random_at
 from common.models import Classifier
-from common.runner import setup
 from common.splits import draw
 from common.train import get_weights
 from fediir import client_gradient, fediir_loss, risk_and_gradient
@@ -30,10 +29,6 @@ def small():
 
 def loss_of(model, x, y, global_gradient, gamma):
     return fediir_loss(model.features, model.classifier, x, y, global_gradient, gamma)
-
-
-def gradient_of(model, x, y):
-    return risk_and_gradient(model.classifier, model.features(x), y)[1].detach()
 
 
 def finite_difference(function, p, i, step):
@@ -143,10 +138,9 @@ def local_training_by_hand(args, data, model, theta, samples, t, k, g):
 
 
 def test_three_rounds_are_algorithm_1_by_hand(start):
-    words = CUT + "--rounds 3 --gamma 2 --ema 0.7 --server-lr 0.8 --no-compare --out run"
-    folder, args = start(fediir, words) / "run", parsed(fediir, words)
-    data, clients, model = setup.assemble(args)
-    theta, g = get_weights(model), 0.0
+    words = CUT + "--rounds 3 --gamma 2 --ema 0.7 --server-lr 0.8 --no-compare"
+    folder, g = start(fediir, words), 0.0
+    data, clients, model, trainer, theta = prepared(fediir, words)
     for t, row in enumerate(read_rows(folder), 1):
         selected = draw(clients.ids, 2, random_at(0, "select", t)).tolist()
         held = [clients.train[k] for k in selected]
@@ -154,7 +148,7 @@ def test_three_rounds_are_algorithm_1_by_hand(start):
         mean = found.mean(0)
         g = 0.7 * g + 0.3 * mean
         ends = [
-            local_training_by_hand(args, data, model, theta, part, t, k, g)
+            local_training_by_hand(trainer.args, data, model, theta, part, t, k, g)
             for k, part in zip(selected, held, strict=True)
         ]
         theta = theta + 0.8 * (sum(ends) / 2 - theta)
@@ -166,24 +160,23 @@ def test_three_rounds_are_algorithm_1_by_hand(start):
 
 
 def test_gamma_0_is_fedavg(start):
-    folder = start(fediir, CUT + "--gamma 0 --out fediir")
-    start(fedavg, CUT + "--partition domain --weighting equal --no-compare --out fedavg")
-    assert torch.equal(kept(folder / "fediir")["theta"], kept(folder / "fedavg")["theta"])
-    for mine, theirs in zip(
-        read_rows(folder / "fediir"), read_rows(folder / "fedavg"), strict=True
-    ):
+    without = start(fediir, CUT + "--gamma 0")
+    plain = CUT + "--partition domain --weighting equal --no-compare --out fedavg"
+    fedavgs = start(fedavg, plain)
+    assert torch.equal(kept(without)["theta"], kept(fedavgs)["theta"])
+    for mine, theirs in zip(read_rows(without), read_rows(fedavgs), strict=True):
         assert all(mine[column] == theirs[column] for column in theirs if column != "seconds")
 
 
 def test_the_chosen_model_is_the_first_with_the_best_validation_accuracy(start, capsys):
     """It is the last model of a run that ends in this round."""
-    folder = start(fediir, CUT + "--out run --rounds 6 --gamma 0.1 --no-compare")
-    validation = [float(row["id_accuracy"]) for row in read_rows(folder / "run")]
+    long = start(fediir, CUT + "--rounds 6 --gamma 0.1 --no-compare")
+    validation = [float(row["id_accuracy"]) for row in read_rows(long)]
     best = validation.index(max(validation)) + 1
     assert f"best_id.pt is of round {best}," in capsys.readouterr().out
-    start(fediir, CUT + f"--out short --rounds {best} --gamma 0.1 --no-compare")
-    chosen = torch.load(folder / "run" / "best_id.pt")
-    expected, last = (torch.load(folder / run / "model.pt") for run in ("short", "run"))
+    short = start(fediir, CUT + f"--out short --rounds {best} --gamma 0.1 --no-compare")
+    chosen = torch.load(long / "best_id.pt")
+    expected, last = (torch.load(run / "model.pt") for run in (short, long))
     assert all(torch.equal(chosen[name], expected[name]) for name in expected)
     assert best < 6 and not all(torch.equal(chosen[name], last[name]) for name in last)
 

@@ -52,8 +52,7 @@ def test_a_run_on_a_gpu(start, method):
         uefl: "--partition domain --later-rounds 1 --iterations 2",
     }[method]
     flags += " --width 0.125 --rounds 2 --local-epochs 1 --batch-size 4 --device cuda"
-    folder = start(method, f"{flags} --no-compare --out run") / "run"
-    assert (folder / "model.pt").exists()
+    assert (start(method, f"{flags} --no-compare") / "model.pt").exists()
     start(method, "--resume run --device cuda")
 
 

@@ -10,11 +10,6 @@ from common.data import Dataset
 from common.splits import by_domain, deal, dirichlet, draw, hold_out, shards
 
 
-@pytest.fixture
-def rng():
-    return random_at(0, "test")
-
-
 def all_once(parts, pool):
     return sorted(torch.cat(parts).tolist()) == sorted(pool.tolist())
 
@@ -265,15 +260,6 @@ def test_three_of_four_specialists_hold_one_class(n):
     assert clients.groups.count("one class") == len(single)
 
 
-WRONG = [
-    ("iid", {"clients": 13}, "9 samples, and needs 10"),
-    ("dirichlet", {"clients": 13}, "120 samples are too few"),
-    ("rare", {"clients": 8}, "5 classes"),
-    ("silos", {"silos": [5, 1]}, "do not fit"),
-]
-
-
-@pytest.mark.parametrize(("partition", "flags", "says"), WRONG)
-def test_flags_that_do_not_fit_the_data_are_refused(tiny, partition, flags, says):
-    with pytest.raises(UserError, match=says):
-        dealt(tiny, partition, **flags)
+def test_three_rare_classes_need_two_others(tiny):
+    with pytest.raises(UserError, match="needs 5 classes"):
+        dealt(tiny, "rare", clients=8)

@@ -31,18 +31,13 @@ def trained(trainer, model, theta=None, ids=(0,), t=1, update=local_solver, **mo
     return trainer.train(update, model, theta, torch.tensor(ids), t, **more)
 
 
-def hold(trainer, *parts):
-    """The clients hold these samples now."""
-    trainer.clients.train = [*parts]
-
-
 # ----------------------------------------------------------------------------------- local training
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_local_training_is_sgd(tiny, trainer, model, momentum):
     trainer.args.momentum = momentum
-    hold(trainer, tiny.train[:50], tiny.train[50:])
+    trainer.clients.train = [tiny.train[:50], tiny.train[50:]]
     theta = get_weights(model)
     ids, thetas, _ = trained(trainer, model, theta, (1, 0), 3)
     assert ids.tolist() == [1, 0]
@@ -91,7 +86,7 @@ def test_each_client_gets_its_own_value_and_all_get_the_shared_one(trainer, mode
 
 def test_the_training_loss_is_a_mean_over_samples(tiny, trainer, model):
     trainer.args.lr = 1e-9
-    hold(trainer, tiny.train[:50])  # in batches of 16, 16, 16 and 2
+    trainer.clients.train = [tiny.train[:50]]  # in batches of 16, 16, 16 and 2
     _, _, losses = trained(trainer, model)
     _, expected, _ = trainer.measure(model, get_weights(model), [tiny.train[:50]])
     assert losses[0].item() == pytest.approx(expected[0].item(), rel=1e-4)
@@ -203,7 +198,7 @@ DAMAGE = {1: [torch.nan, 0.0], 2: [0.0, -torch.inf], 4: [torch.inf, -torch.inf]}
 def test_clients_with_weights_or_a_loss_that_are_not_finite_are_left_out(
     tiny, trainer, model, damaged, capsys
 ):
-    hold(trainer, *tiny.train.split(20))
+    trainer.clients.train = tiny.train.split(20)
 
     def update(model, theta, batches, optimizer, autocast, own, loss):
         theta = theta.clone()

@@ -22,12 +22,7 @@ from uefl import ExtensibleCodebook, average_codewords, predictive_entropy, unce
 SILOS = "--silos 2 1 --silo-size 20"
 CUT = f"--model resblocks --width 0.01 --rotate 0 90 {SILOS} --local-epochs 2 --batch-size 10 "
 CUT += "--lr 0.003 --codebook-size 4 --segments 1 --gamma 0 --rounds 2 --later-rounds 1 "
-CUT += "--iterations 3 --no-compare --out "
-
-
-@pytest.fixture
-def rng():
-    return random_at(0, "test")
+CUT += "--iterations 3 --no-compare "
 
 
 @pytest.fixture
@@ -41,7 +36,7 @@ def start(start, monkeypatch, tiny):
 @pytest.fixture
 def built(start):
     """built("--flag value ...") gives the clients, the model and the trainer of a run."""
-    return lambda more="": uefl.build(parsed(uefl, CUT + "built " + more))[:3]
+    return lambda more: uefl.build(parsed(uefl, f"{CUT} --out built {more}"))[:3]
 
 
 # ---------------------------------------------------------------- the codebook
@@ -197,8 +192,8 @@ def test_with_dropout_the_uncertainty_is_the_entropy_of_the_mean_pass(built):
 
 
 def test_the_dropout_of_an_evaluation_is_that_of_its_round(start, built):
-    words = CUT + "run --iterations 1"
-    folder = start(uefl, words) / "run"
+    words = CUT + "--iterations 1"
+    folder = start(uefl, words)
     clients, model, trainer = built("--iterations 1")
     theta, allowed = kept(folder)["theta"], torch.ones(3, 4, dtype=torch.bool)
     of_run = parsed(uefl, words), clients, trainer, model, theta, allowed
@@ -258,9 +253,9 @@ def tokens_by_hand(model, data, samples):
 
 def test_a_whole_run_is_algorithm_1_by_hand(start, tiny):
     uneven = CUT.replace(SILOS, "--partition domain --clients 3 --sample 3")
-    words = uneven + "run --model cnn --width 0.125 --optimizer sgd --lr 0.03 --dropout 0 "
-    folder, args = start(uefl, words) / "run", parsed(uefl, words)
-    clients, model, _, _ = uefl.build(parsed(uefl, words.replace("run", "again", 1)))
+    words = uneven + "--model cnn --width 0.125 --optimizer sgd --lr 0.03 --dropout 0 "
+    folder, args = start(uefl, words), parsed(uefl, words)
+    clients, model, _, _ = uefl.build(parsed(uefl, words + "--out again"))
     theta, allowed, t = get_weights(model), torch.ones(3, 4, dtype=torch.bool), 0
     rows, held = read_rows(folder), clients.train
     n = [len(samples) for samples in held]
@@ -309,18 +304,15 @@ def test_a_whole_run_is_algorithm_1_by_hand(start, tiny):
 
 
 def test_an_infinite_threshold_never_extends_and_is_vq_fedavg(start):
-    folder = start(uefl, CUT + "run --gamma 1e9")
-    start(uefl, CUT + "vq --iterations 1")
-    assert outcome(folder / "run") == outcome(folder / "vq")
+    never = outcome(start(uefl, CUT + "--gamma 1e9"))
+    assert never == outcome(start(uefl, CUT + "--out vq --iterations 1"))
 
 
 def test_without_a_codebook_it_is_fedavg(start):
     same = "--model resblocks --width 0.01 --rotate 0 90 --partition domain --local-epochs 2 "
     same += "--batch-size 10 --rounds 3 --no-compare --participating 2 --sample 2 --lr 0.1 "
     plain = "--codebook-size 0 --no-token-norm --dropout 0 --optimizer sgd --out uefl"
-    folder = start(uefl, same + plain)
-    start(fedavg, same + "--out fedavg")
-    mine, theirs = read_rows(folder / "uefl"), read_rows(folder / "fedavg")
+    mine, theirs = read_rows(start(uefl, same + plain)), read_rows(start(fedavg, same))
     for column in ("train_loss", "id_accuracy", "ood_accuracy"):
         assert [row[column] for row in mine] == [row[column] for row in theirs]
 
@@ -334,7 +326,7 @@ def test_without_a_codebook_it_is_fedavg(start):
 )
 def test_ablations_run(start, ablation, has_ood):
     cut = CUT.replace(SILOS, "") if has_ood else CUT
-    for row in read_rows(start(uefl, cut + "run " + ablation) / "run"):
+    for row in read_rows(start(uefl, cut + ablation)):
         assert 0 <= float(row["mA"]) <= 1 and float(row["mE"]) > 0
         assert 1 <= float(row["mP"]) <= max(int(v) for v in row["codewords"].split())
         assert bool(row.get("ood_accuracy")) == has_ood

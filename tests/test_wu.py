@@ -1,13 +1,12 @@
 """The three methods of Wu et al.: entropy weighting, minimax selection, convex-hull selection."""
 
-import math
 from itertools import combinations
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
-from helpers import kept, parsed, poison, read_rows, selections, sgd_by_hand
+from helpers import kept, largest_by_numpy, poison, prepared, read_rows, selections, sgd_by_hand
 from scipy.optimize import linprog
 from scipy.spatial import ConvexHull
 
@@ -16,9 +15,7 @@ import entropy_weighting
 import fedavg
 import minimax_select
 from common import UserError, random_at
-from common.runner import setup
 from common.splits import draw
-from common.train import get_weights
 from convex_hull_select import hull_vertices, principal_components
 from entropy_weighting import entropy_weights, label_entropy
 from minimax_select import minimax_clients
@@ -32,24 +29,11 @@ METHODS = {  # the hull has at most 6 vertices
 }
 
 
-@pytest.fixture
-def rng():
-    return random_at(0, "test")
-
-
 def normal(rng, *shape):
     return torch.from_numpy(rng.standard_normal(shape)).float()
 
 
 # ---------------------------------------------------------------- entropy weighting
-
-
-def test_entropy_weights_on_a_worked_example():
-    counts = torch.tensor([[2.0, 2.0], [1.0, 3.0], [5.0, 0.0]])
-    h = [math.log(2), -(0.25 * math.log(0.25) + 0.75 * math.log(0.75)), 0.0]
-    assert label_entropy(counts).tolist() == pytest.approx(h)
-    total = sum(map(math.exp, h))
-    assert entropy_weights(counts).tolist() == pytest.approx([math.exp(x) / total for x in h])
 
 
 def test_minus_kl_to_the_uniform_gives_the_same_weights(rng):
@@ -74,14 +58,6 @@ def test_label_counts_that_are_none_are_refused():
 
 
 # ---------------------------------------------------------------- minimax selection
-
-
-def largest_by_numpy(updates):
-    """S*_i: each client's largest cosine with another client, in float64."""
-    g = updates.double().numpy()
-    g = g / np.linalg.norm(g, axis=1, keepdims=True)
-    similarity = g @ g.T - 9 * np.eye(len(g))
-    return np.maximum(similarity, similarity.T).max(1)
 
 
 def test_minimax_minimises_equation_16_over_all_subsets(rng):
@@ -168,10 +144,6 @@ def test_components_keep_the_distances_of_points_that_span_no_more(rng):
     assert torch.allclose(torch.cdist(points, points).float(), torch.cdist(flat, flat), atol=1e-3)
 
 
-def test_in_full_dimension_everybody_is_a_vertex(rng):
-    assert hull_vertices(normal(rng, 7, 50), 6).tolist() == list(range(7))
-
-
 def test_degenerate_tables():
     same, triangle = torch.ones(5, 4), torch.eye(3)
     line = torch.arange(1.0, 6.0)[:, None] * torch.tensor([[1.0, 2.0, 3.0]])
@@ -237,27 +209,26 @@ def test_updates_that_require_gradients_are_selected_alike(rng):
     assert torch.equal(hull_vertices(held, 2), hull_vertices(g, 2))
 
 
-MANY = CUT.replace("--clients 8 --participating 6", "--clients 11 --participating 11")
-MANY += "--sample 11 --hull-dim 2 "
+MANY = CUT + "--clients 11 --participating 11 --sample 11 --hull-dim 2 "
 
 
 def test_random_trains_as_many_clients_as_the_hull_has_vertices(start):
-    rows = read_rows(start(convex_hull_select, f"{MANY} --selection random --out run") / "run")
-    for row in rows:
+    for row in read_rows(start(convex_hull_select, f"{MANY} --selection random")):
         assert len(row["selected"].split()) == int(row["vertices"]) < 11
 
 
 def test_interior_is_what_is_not_a_vertex(start):
-    for kind in ("hull", "interior"):
-        folder = start(convex_hull_select, f"{MANY} --rounds 1 --selection {kind} --out {kind}")
-    hull, inside = (read_rows(folder / kind)[0] for kind in ("hull", "interior"))
+    hull, inside = (
+        read_rows(start(convex_hull_select, f"{MANY} --rounds 1 --selection {kind} --out {kind}"))[
+            0
+        ]
+        for kind in ("hull", "interior")
+    )
     assert not {*hull["selected"].split()} & {*inside["selected"].split()}
     assert len(hull["selected"].split()) == int(hull["vertices"]) == int(inside["vertices"])
+    full = MANY + "--hull-dim 8 --participating 8 --sample 8 --selection interior --out full"
     with pytest.raises(UserError, match="no client lies inside the hull"):
-        start(
-            convex_hull_select,
-            f"{MANY} --hull-dim 8 --participating 8 --sample 8 --selection interior --out full",
-        )
+        start(convex_hull_select, full)
 
 
 # ---------------------------------------------------------------- whole runs
@@ -274,17 +245,15 @@ def selected_by_hand(method, table, t):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_three_rounds_are_the_paper_by_hand(start, method):
-    words = f"{CUT} {METHODS[method]} --out run"
-    folder = start(method, words) / "run"
-    args = parsed(method, words)
-    data, clients, model = setup.assemble(args)
+    words = f"{CUT} {METHODS[method]}"
+    folder = start(method, words)
+    data, clients, model, trainer, w = prepared(method, words)
     labels = [data.y[samples].bincount() for samples in clients.train]
     h = torch.tensor([scipy.stats.entropy(count) for count in labels]).float()
 
     def update(t, k):
-        return w - sgd_by_hand(args, data, model, w, clients.train[k], t, k)
+        return w - sgd_by_hand(trainer.args, data, model, w, clients.train[k], t, k)
 
-    w = get_weights(model)
     table = torch.stack([update(0, k) for k in range(6)])  # line 1
     for t, row in enumerate(read_rows(folder), 1):
         selected = selected_by_hand(method, table, t)
@@ -303,23 +272,23 @@ def test_three_rounds_are_the_paper_by_hand(start, method):
 
 def test_with_everybody_selected_and_equal_weights_all_are_fedavg(start):
     everyone = CUT + "--weighting equal "
-    expected = kept(start(fedavg, everyone + "--sample 6 --out fedavg") / "fedavg")["theta"]
+    expected = kept(start(fedavg, everyone + "--sample 6"))["theta"]
     for method in METHODS:
         more = "--hull-dim 5" if method is convex_hull_select else ""
-        folder = start(method, f"{everyone} --sample 6 {more} --out {method.__name__}")
-        assert torch.allclose(kept(folder / method.__name__)["w"], expected, atol=1e-6)
+        found = kept(start(method, f"{everyone} --sample 6 {more} --out {method.__name__}"))["w"]
+        assert torch.allclose(found, expected, atol=1e-6)
 
 
 def test_their_random_baseline_is_fedavg(start):
     both = CUT + "--sample 2 --weighting equal "
-    expected = kept(start(fedavg, both + "--out fedavg") / "fedavg")["theta"]
-    folder = start(minimax_select, both + "--selection random --out random")
-    assert torch.allclose(kept(folder / "random")["w"], expected, atol=1e-6)
+    expected = kept(start(fedavg, both))["theta"]
+    found = kept(start(minimax_select, both + "--selection random --out random"))["w"]
+    assert torch.allclose(found, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
 def test_a_client_whose_uploads_are_never_finite_is_left_out(start, monkeypatch, method):
     """In line 1 the clients train five at a time, so client 5 is alone."""
-    poison(monkeypatch, client=5)
-    rows = read_rows(start(method, f"{CUT} --sample 5 --rounds 2 --out run") / "run")
+    poison(monkeypatch, 5)
+    rows = read_rows(start(method, f"{CUT} --sample 5 --rounds 2"))
     assert len(rows) == 2 and not any(5 in selected for selected in selections(rows))

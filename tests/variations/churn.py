@@ -36,7 +36,7 @@ def minimax_by_brute_force(table, here):
 
 def test_newcomers_enter_the_table_and_only_present_clients_are_compared(start):
     """The same by hand: the table is a dict, and clients train one at a time."""
-    folder = start(minimax_select, CUT + "--sample 2 --churn 0.4 --out run") / "run"
+    folder = start(minimax_select, CUT + "--sample 2 --churn 0.4")
     _, _, model, trainer, w = prepared(minimax_select, CUT + "--sample 2")
     table, expected, entered = {}, [], []
 
@@ -65,7 +65,7 @@ def test_newcomers_enter_the_table_and_only_present_clients_are_compared(start):
     ],
 )
 def test_only_present_clients_are_selected(start, method, more):
-    rows = read_rows(start(method, f"{CUT} --churn 0.6 --out run {more}") / "run")
+    rows = read_rows(start(method, f"{CUT} --churn 0.6 {more}"))
     here = [present_in(t, 0.6) or range(6) for t in range(1, 6)]
     for selected, present in zip(selections(rows), here, strict=True):
         assert selected and set(selected) <= {*present}
@@ -74,6 +74,6 @@ def test_only_present_clients_are_selected(start, method, more):
 @pytest.mark.parametrize("method", [convex_hull_select, minimax_select])
 def test_a_client_whose_uploads_are_never_finite_is_left_out(start, monkeypatch, method):
     """From round 2 on, client 3 is the only one without an update in the table."""
-    poison(monkeypatch, client=3)
-    rows = read_rows(start(method, CUT + "--sample 4 --churn 0 --out run") / "run")
+    poison(monkeypatch, 3)
+    rows = read_rows(start(method, CUT + "--sample 4 --churn 0"))
     assert len(rows) == 5 and not any(3 in selected for selected in selections(rows))

@@ -36,13 +36,13 @@ def test_the_uncertainty_is_the_entropy_of_the_members_mean():
 
 def test_members_share_nothing_but_who_is_extended(start):
     """Member 0 ends the first iteration with the weights that it has alone."""
-    for name, more in (("one", "--members 1"), ("two", "--members 2")):
-        folder = start(uefl, CUT + f"--iterations 1 {more} --out {name}")
-    one, two = kept(folder / "one")["theta"], kept(folder / "two")["theta"]
+    one, two = (
+        kept(start(uefl, CUT + f"--iterations 1 --members {n} --out {n}"))["theta"] for n in (1, 2)
+    )
     assert torch.equal(one[0], two[0]) and not torch.allclose(two[0], two[1], atol=1e-2)
 
 
 def test_a_run_extends(start):
-    rows = read_rows(start(uefl, CUT + "--members 2 --iterations 2 --out run") / "run")
+    rows = read_rows(start(uefl, CUT + "--members 2 --iterations 2"))
     assert [row["iteration"] for row in rows] == ["1", "1", "2"]
     assert {int(v) for row in rows for v in row["codewords"].split()} == {4, 8}

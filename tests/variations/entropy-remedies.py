@@ -21,8 +21,7 @@ def test_cosine_weights_on_a_worked_example():
 
 @pytest.mark.parametrize(("share", "left"), [(0.5, 3), (0.2, 5), (0.0, 6)])
 def test_clients_with_the_largest_entropy_never_train(start, share, left):
-    more = f"--expel {share} --sample {left} --out run"
-    rows = read_rows(start(entropy_weighting, CUT + more) / "run")
+    rows = read_rows(start(entropy_weighting, CUT + f"--expel {share} --sample {left}"))
     data, clients, *_ = prepared(entropy_weighting, CUT)
     p = label_counts(data, clients.train)[:6] / clients.sizes[:6, None]
     entropies = [-sum(q * math.log(q) for q in of_client if q) for of_client in p.tolist()]

@@ -22,7 +22,7 @@ def test_the_old_update_stands_for_a_client_that_hardly_moved(
     start, method, threshold, fewest, most
 ):
     """By hand, for the selected clients: the table is a dict, and clients train one at a time."""
-    folder = start(method, f"{CUT} --event-threshold {threshold} --out run") / "run"
+    folder = start(method, f"{CUT} --event-threshold {threshold}")
     _, _, model, trainer, w = prepared(method, CUT)
 
     def train_alone(k, t):

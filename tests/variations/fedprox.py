@@ -31,11 +31,10 @@ def test_steps_follow_the_formula():
 
 
 def test_mu_0_is_fedavg_and_a_large_mu_holds_the_clients_back(start):
-    folder = start(entropy_weighting, CUT + "--weighting size --out plain")
-    for mu in ("0", "1"):
-        start(fedavg, CUT + f"--mu {mu} --out mu-{mu}")
     before = prepared(fedavg, CUT)[-1]
-    plain = kept(folder / "plain")["w"] - before
-    none, large = (kept(folder / name)["theta"] - before for name in ("mu-0", "mu-1"))
+    plain = kept(start(entropy_weighting, CUT + "--weighting size"))["w"] - before
+    none, large = (
+        kept(start(fedavg, CUT + f"--mu {mu} --out mu-{mu}"))["theta"] - before for mu in (0, 1)
+    )
     assert torch.allclose(none, plain, atol=1e-6)
     assert 0 < large.norm() < 0.95 * none.norm()

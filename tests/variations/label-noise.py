@@ -55,7 +55,7 @@ def test_trimmed_mean_is_that_of_sorted_values():
 
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
 def test_a_round_takes_the_trimmed_mean_of_its_updates(start, method):
-    folder = start(method, CUT + "--trim 0.34 --out run") / "run"
+    folder = start(method, CUT + "--trim 0.34")
     before = prepared(method, CUT)[-1].numpy()
     (selected,) = selections(read_rows(folder))
     g = kept(folder)["table"][selected].numpy()

@@ -9,7 +9,7 @@ CUT += "--no-compare "
 
 
 def test_no_client_with_a_single_class_trains(start):
-    rows = read_rows(start(entropy_weighting, CUT + "--sample 2 --out run") / "run")
+    rows = read_rows(start(entropy_weighting, CUT + "--sample 2"))
     data, clients, *_ = prepared(entropy_weighting, CUT)
     several = [k for k in range(4) if len(data.y[clients.train[k]].unique()) > 1]
     assert len(several) == 1

@@ -7,7 +7,7 @@ CUT += "--dirichlet 0.5 --rounds 2 --selection largest --no-compare "
 
 
 def test_nobody_left_out_has_more_samples_than_a_selected_client(start):
-    rows = read_rows(start(fedavg, CUT + "--out run") / "run")
+    rows = read_rows(start(fedavg, CUT))
     sizes = prepared(fedavg, CUT)[1].sizes.tolist()
     assert len(set(sizes[:7])) > 1
     for selected in selections(rows):

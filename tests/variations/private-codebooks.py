@@ -24,7 +24,7 @@ def test_codewords_are_never_averaged_and_the_newest_replace_the_earlier(start, 
         return after
 
     monkeypatch.setattr(uefl, "average_codewords", watched)
-    rows = read_rows(start(uefl, CUT + "--iterations 3 --out run") / "run")
+    rows = read_rows(start(uefl, CUT + "--iterations 3"))
     assert [row["codewords"] for row in rows] == ["4 4 4"] * 2 + ["8 8 8"] * 2, "certain ones, too"
     assert [allowed.shape[1] for allowed in seen] == [12, 12, 24, 36]
     assert not seen[-1][:, 12:24].any() and seen[-1][:, 24:].sum() == 12
@@ -47,15 +47,15 @@ def test_ood_uses_no_codeword_that_was_replaced(start, monkeypatch):
         return evaluation(model, batches, autocast, passes, allowed)
 
     monkeypatch.setattr(uefl, "client_evaluation", spy)
-    folder = start(uefl, CUT + "--iterations 3 --out run") / "run"
-    assert float(read_rows(folder)[-1]["ood_accuracy"]) >= 0
+    rows = read_rows(start(uefl, CUT + "--iterations 3"))
+    assert float(rows[-1]["ood_accuracy"]) >= 0
     assert evaluated[-1].tolist() == [True] * 12 + [False] * 12 + [True] * 12
 
 
 def test_each_client_trains_its_own_copy_of_the_first_codebook(start):
     """The first round by hand: a client's codewords are those that it has trained alone."""
     words = CUT + "--iterations 1 --rounds 1 "
-    found = kept(start(uefl, words + "--out run") / "run")["theta"]
+    found = kept(start(uefl, words))["theta"]
     _, clients, base, trainer, _ = prepared(uefl, words, dropout=0.1)
     with seeded(torch.device("cpu"), 0, "codebook"):
         codebook = uefl.ExtensibleCodebook(4, 8, 1, trainer.args.commitment, trainer.args.beta)

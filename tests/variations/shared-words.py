@@ -7,6 +7,6 @@ CUT += "--codebook-size 4 --segments 1 --gamma 0 --rounds 1 --later-rounds 1 --i
 
 
 def test_every_client_may_use_the_words_that_were_added_for_one(start):
-    folder = start(uefl, CUT + "--partition silos --passes 2 --no-compare --out run") / "run"
+    folder = start(uefl, CUT + "--partition silos --passes 2 --no-compare")
     assert kept(folder)["allowed"].tolist() == [[True] * 8] * 2
     assert [row["codewords"] for row in read_rows(folder)] == ["4 4", "8 8"]

@@ -10,8 +10,8 @@ CUT += "--partition silos "
 def test_noise_changes_the_accuracies_and_nothing_else(start, monkeypatch):
     # "noise" of -x makes all images equal, so each silo's images all get the same answer
     monkeypatch.setattr(uefl.torch, "randn_like", lambda x: -x)
-    clean = read_rows(start(uefl, CUT + "--out clean") / "clean")
-    noisy = read_rows(start(uefl, CUT + "--test-noise 1 --out noisy") / "noisy")
+    clean = read_rows(start(uefl, CUT))
+    noisy = read_rows(start(uefl, CUT + "--test-noise 1 --out noisy"))
     for a, b in zip(clean, noisy, strict=True):
         may_differ = ("mA", "seconds", "predicted", "hits")
         same = [name for name in a if "accurac" not in name and name not in may_differ]
