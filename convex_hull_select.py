@@ -177,8 +177,8 @@ SETTINGS = {
 def own_flags(add) -> None:
     kinds, by = ["hull", "interior", "random"], ["equal", "size"]
     dim = flags.within(int, 1, 8)
-    # Unit length is not the default, because with it the selection was worse than random on glyphs
-    # with label skew and clients of unequal sizes (see results/)
+    # Unit length is not the default, because with it the selection was not better than random, on
+    # glyphs with clients of unequal sizes and on CIFAR-10 with equal ones (see results/)
     add("--selection", choices=kinds, default="hull", help="line 3, or as many, chosen otherwise")
     add("--hull-dim", type=dim, default=3, help="principal components in which the hull is built")
     add("--unit-length", action="store_true", help="first scale the gradients to length 1")
