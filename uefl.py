@@ -348,7 +348,8 @@ def federate(args):
             break
         # Lines 9, 10
         theta, allowed = extend(args, clients, trainer, model, theta, allowed, grown, run.t)
-    run.draw("uncertainties", args.gamma)
+    if args.codebook_size:
+        run.draw("uncertainties", args.gamma)
     return run.finish(model, theta)
 
 

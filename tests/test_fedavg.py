@@ -81,15 +81,15 @@ def test_a_run_ends_with_chance_the_sampling_errors_and_the_accuracy_of_each_cla
     assert labels == [15, 22, 23] and "(always answering c: 38.3)" in printed
     n = len(prepared(fedavg, CUT)[1].held_out)
     errors = [100 * 1.96 * (0.25 / of_part) ** 0.5 for of_part in (n, 60)]
-    assert "Chance: 33.3. Sampling error (95 %): " in printed
-    assert "± {:.1f} points ID, ± {:.1f} OOD.\n".format(*errors) in printed
+    assert "Chance: 33.3. Sampling error (95 %), in points: at most " in printed
+    assert "± {:.1f} ID, ± {:.1f} OOD.\n".format(*errors) in printed
 
 
 def test_without_held_out_samples_only_ood_is_measured(start, capsys):
     rows = read_rows(start(fedavg, CUT + "--held-out 0"))
     assert all(row["ood_accuracy"] and row["hits"] for row in rows)
     assert not any(column.startswith("id_") for column in rows[0])
-    assert "± 12.7 points OOD." in capsys.readouterr().out
+    assert "± 12.7 OOD." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("most", "warns"), [(55, True), (54, False)])

@@ -127,10 +127,10 @@ def errors(run: Run) -> None:
     """Prints chance, and the sampling error of a share of 50 % on each of the test sets."""
     tests = {"ID": run.clients.held_out, **run.clients.tests}
     chance = percent(1 / len(run.data.classes))
-    # 98 / sqrt(n) is 1.96 standard errors
-    found = [f"{98 / len(x) ** 0.5:.1f} {name}" for name, x in tests.items() if len(x)]
-    found = ", ± ".join(found).replace("ood", "OOD").replace(" ", " points ", 1)
-    print(f"Chance: {chance}. Sampling error (95 %): ± {found}.")
+    # 98 / sqrt(n) is 1.96 standard errors at 50 %, where they are largest
+    found = [f"± {98 / len(x) ** 0.5:.1f} {name}" for name, x in tests.items() if len(x)]
+    found = ", ".join(found).replace("ood", "OOD")
+    print(f"Chance: {chance}. Sampling error (95 %), in points: at most {found}.")
 
 
 def describe(name: str, runs: Sequence[Run]) -> None:

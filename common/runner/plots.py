@@ -271,7 +271,7 @@ def uncertainties(run, gamma: float) -> None:
     kind = "silo {}, turned {}°" if run.args.rotate else "silo {}, {}"
     file, m = run.folder / "uncertainties.png", run.clients.participating
     names = [kind.format(k, run.clients.groups[k]) for k in range(m)]
-    with drawn(file, 2.4 * len(ends) + 1, 1.3 + 0.25 * m) as figure:
+    with drawn(file, max(5, 2.4 * len(ends) + 1), 1.3 + 0.25 * m) as figure:
         figure.suptitle("a silo whose bar crosses the dotted line gets more words (codewords)")
         all_axes = figure.subplots(1, len(ends), squeeze=False, sharex=True, sharey=True)[0]
         for axes, row in zip(all_axes, ends.values(), strict=True):
