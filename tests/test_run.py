@@ -139,7 +139,7 @@ def test_the_model_of_any_run_is_loaded_in_one_line(method, whole, tiny):
         np.add.at(expected, (tiny.y[tiny.test].numpy(), logits.argmax(1).numpy()), 1)
         assert (table == expected).all()
         assert [float(n) for n in last["hits"].split()] == expected.diagonal().tolist()
-    with pytest.raises(UserError, match="has no model to load"):
+    with pytest.raises(UserError, match="has no model; name a run"):
         load(folder.parent)
 
 
