@@ -22,7 +22,8 @@ def load(folder: str | Path) -> nn.Module:
         args, shape, classes = Namespace(**about["flags"]), about["shape"], about["classes"]
         weights = torch.load(Path(folder) / "model.pt", map_location="cpu", weights_only=True)
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{folder} has no model; name a run, like NAME/seed1 ({first_line(e)})") from e
+        why = first_line(e)
+        raise UserError(f"{folder} has no model; name a run, like NAME/seed1 ({why})") from e
     more = args.pretrained or ""
     model = models.build(args.model, tuple(shape), len(classes), args.width, pretrained=more)
     build = getattr(import_module(args.method), "build_model", None)  # of the method, as UEFL has
