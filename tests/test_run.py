@@ -115,7 +115,7 @@ def test_baselines_are_ordinary_runs_that_anybody_can_start_by_hand(start, metho
     assert {file.name for file in folder.parent.iterdir()} == {"run", *siblings}
     for name, by_hand in BASELINES[method].items():
         baseline = folder.parent / f"run-{name}"
-        no_words = {"uncertainties.png"} if name == "fedavg" else set()  # of UEFL without a codebook
+        no_words = {"uncertainties.png"} if name == "fedavg" else set()  # UEFL has no codebook
         assert {file.name for file in baseline.iterdir()} == files - no_words
         hand = start(method, f"{CUTS[method]} {by_hand} --no-compare --out hand-{name}")
         assert outcome(baseline) == outcome(hand) != outcome(folder)
