@@ -26,6 +26,7 @@ LINES = ["-", "--", ":", "-."]
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 9,
+    "figure.titlesize": 9,
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
