@@ -130,7 +130,7 @@ def federate(args):
             raise UserError("all updates are zero or infinite: change --lr")
         vertices = hull_vertices(table, args.hull_dim, args.unit_length).cpu()  # line 3
         # Table 1 also has clients inside the hull, and random ones, without their number. So that
-        # only the choice differs, we train as many of them as there are vertices.
+        # only the choice differs, as many of them train as there are vertices, or all if fewer.
         inside = usable[~torch.isin(usable, vertices)]
         possible = {"hull": vertices, "interior": inside, "random": usable}[args.selection]
         if not len(possible):

@@ -70,9 +70,9 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
              pass weights
     largest  takes the largest S*_i instead, which is MaxSim
 
-    Algorithm 1, lines 10 to 16, differs: its loop `while |I| <= K` ends with K + 1 clients, and
-    line 14 takes a value S*_i out of a set, which two clients share if each is the other's most
-    similar one. We follow equation 16, so both can be selected. Ties go to the smaller index.
+    Algorithm 1, lines 10 to 16, differs in two ways. Its loop `while |I| <= K` ends with K + 1
+    clients. And line 14 removes the value S*_i, so if two clients share it, being each other's most
+    similar one, only one is selected. We follow equation 16. Ties go to the smaller index.
     Updates that are zero or not finite are never selected. Raises ValueError if g is not a matrix,
     or has fewer than k usable rows.
     """
