@@ -5,36 +5,39 @@ Heterogeneous Data Silos (arXiv 2402.18888). An encoder f_E turns an image into 
 replaces each token by the nearest codeword c of a codebook, and a classifier f_C reads c. A silo is
 a client, and sg(a) means that no gradient flows through a. docs/uefl.md lists all choices of ours.
 
-    Algorithm 1, its statements, without the ends of branches and loops  in the code
-     1  sample K data silos as clients                                  build
-     2  initialise theta, and a codebook of v codewords, at random      ExtensibleCodebook, federate
-     3  e_k = 0                                                         federate
-     4  repeat                                                          federate
-     5      for each round t = 1, 2, ...                                federate
-     6          broadcast theta                                         client_update
-     7          for all K clients in parallel                           federate
-     8              if e_k > (1 + gamma) min_j e_j                      uncertain, federate
-     9                  K-means-initialise another v codewords          client_codewords, federate
-    10                  v_k <- v_k + v                                  extend, federate
-    12              z = f_E(x)                                          UEFL
-    13              c = the nearest of v_k codewords (equation 4)       ExtensibleCodebook
-    14              p = f_C(c)                                          UEFL
-    15              L_code = ||sg(c) - z||^2 + beta ||c - sg(z)||^2     ExtensibleCodebook
-    16              L_task = cross-entropy                              client_update
-    17              theta_k <- theta_k - eta grad (L_code + L_task)     client_update
-    19          clients return theta_k                                  federate
-    20          theta <- sum of n_k / n theta_k                         average_codewords, federate
-    22      e_k = -sum p log p, the uncertainty (equation 6)            predictive_entropy, federate
-    23      reduce the number of rounds                                 federate
-    24  until e_k <= (1 + gamma) min_j e_j for all k (equation 7)       uncertain, federate
+    Algorithm 1, its statements, without the ends of branches and loops
+     1  sample K data silos as clients
+     2  initialise theta, and a codebook of v codewords, at random
+     3  e_k = 0
+     4  repeat
+     5      for each round t = 1, 2, ...
+     6          broadcast theta
+     7          for all K clients in parallel
+     8              if e_k > (1 + gamma) min_j e_j
+     9                  K-means-initialise another v codewords
+    10                  v_k <- v_k + v
+    12              z = f_E(x)
+    13              c = the nearest of v_k codewords (equation 4)
+    14              p = f_C(c)
+    15              L_code = ||sg(c) - z||^2 + beta ||c - sg(z)||^2
+    16              L_task = cross-entropy
+    17              theta_k <- theta_k - eta grad (L_code + L_task)
+    19          clients return theta_k
+    20          theta <- sum of n_k / n theta_k
+    22      e_k = -sum p log p, the uncertainty (equation 6)
+    23      reduce the number of rounds
+    24  until e_k <= (1 + gamma) min_j e_j for all k (equation 7)
 
     python uefl.py
     python uefl.py --dataset mnist --silos 3 1 1                   (table 13; MNIST is our reading)
     python uefl.py --dataset cifar10 --pretrained                                       (table 1)
-    python uefl.py --dataset fmnist --partition dirichlet --clients 10 --participating 10 \\
-        --sample 10                                                                    (table 12)
+    python uefl.py --dataset fmnist --partition dirichlet --clients 10 --participating 10
+                                                                                       (table 12)
     python uefl.py --dataset mnist --test-domain 75 --rotate 0 15 30 45 60 75 \\
         --model resnet18 --pretrained                                                   (table 2)
+
+The first command takes SECONDS on two cores, and shows that the turned silos get codewords of their
+own, and gain accuracy by them.
 """
 
 import warnings
@@ -46,31 +49,11 @@ import torch.nn.functional as F
 from scipy.cluster.vq import kmeans2
 from torch import Tensor
 
-from common import UserError, random_at, splits, train
-from common.devices import seeded
+from common import UserError, devices, models, random_at, train
 from common.ranks import launch
-from common.runner import flags
-from common.runner.compare import compare
-from common.runner.setup import prepare
+from common.runner import compare, flags, plots
 
-
-def build(args):
-    """Lines 1 and 2: clients, model, trainer and run."""
-    clients, base, trainer, run = prepare(args, dropout=args.dropout)  # line 1
-    if not any(isinstance(layer, nn.Dropout) for layer in base.classifier):
-        raise UserError(f"--model {args.model} has no dropout, so passes are equal: choose another")
-    if base.dim % args.segments:
-        raise UserError(f"--segments {args.segments} does not divide a token's {base.dim} channels")
-    with seeded(torch.device("cpu"), args.seed, "codebook"):
-        model = build_model(args, base)
-    return clients, model.to(trainer.device), trainer, run
-
-
-def build_model(args, base):
-    """Line 2: UEFL's model with the layers of a model of common/models.py."""
-    sizes = args.codebook_size, base.dim, args.segments
-    codebook = ExtensibleCodebook(*sizes, args.commitment, args.beta)
-    return UEFL(base.features, codebook, base.classifier, args.token_norm)
+EXACT = "donot_use_mm_for_euclid_dist"  # of large, nearly equal numbers, too
 
 
 class UEFL(nn.Module):
@@ -91,10 +74,19 @@ class UEFL(nn.Module):
         z = z.flatten(2).mT if z.dim() == 4 else z.unsqueeze(1)
         return F.layer_norm(z, z.shape[-1:]) if self.token_norm else z
 
-    def forward(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, may_use: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """p = f_C(f_D(f_E(x))) (equation 1): x -> logits [N, C] and L_code."""
-        c, code_loss, _ = self.codebook(self.encode(x), allowed)
-        return self.classifier(c.mT), code_loss  # line 14; the classifier expects channels first
+        c, code_loss, _ = self.codebook(self.encode(x), may_use)
+        return self.classifier(c.mT).float(), code_loss  # line 14; channels come first, as in a map
+
+    def uses(self, may_use: Tensor) -> Tensor:
+        """Which weights of theta each client uses, bool [K, P]: all but the others' codewords.
+
+        may_use  bool [K, V]
+        """
+        words = may_use.repeat_interleave(self.codebook.codewords.shape[1], 1)
+        weights = sum(t.numel() for t in train.weights_of(self))
+        return F.pad(words, (0, weights - words.shape[1]), value=True)
 
 
 class ExtensibleCodebook(nn.Module):
@@ -118,30 +110,26 @@ class ExtensibleCodebook(nn.Module):
         self.codewords = nn.Parameter(torch.randn(size, dim // segments))  # line 2, a Gaussian
 
     def forward(
-        self, tokens: Tensor, allowed: Tensor | None = None
+        self, tokens: Tensor, may_use: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [N, l, d] -> codewords [N, l, d], L_code (equation 5), their indices [N, l, s].
 
-        allowed  bool [V], the codewords that this client may use; by default all
+        may_use  bool [V], the codewords that this client may use; by default all
 
         The backward pass copies the gradient from the output to the tokens. Raises ValueError for a
-        wrong `allowed`.
+        wrong `may_use`.
         """
         v = len(self.codewords)
         if not v:
             return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
-        if allowed is None:
-            allowed = torch.ones(v, dtype=torch.bool, device=tokens.device)
-        usable = allowed.nonzero().flatten()
-        if allowed.dtype != torch.bool or allowed.shape != (v,) or not len(usable):
-            raise ValueError(f"allowed must be bool [{v}] with at least one True")
+        if may_use is None:
+            may_use = torch.ones(v, dtype=torch.bool, device=tokens.device)
+        if may_use.dtype != torch.bool or may_use.shape != (v,) or not may_use.any():
+            raise ValueError(f"may_use must be bool [{v}] with at least one True")
         with torch.autocast(tokens.device.type, enabled=False):
             z = tokens.to(self.codewords.dtype).reshape(-1, self.codewords.shape[1])
-            with torch.no_grad():  # |z - c|^2 = |z|^2 - 2 z.c + |c|^2, without the first term
-                centre = z.mean(0)  # the new origin, so that large numbers do not cancel
-                words = self.codewords[usable] - centre
-                distances = torch.addmm((words**2).sum(1), z - centre, words.T, alpha=-2)
-                indices = usable[distances.argmin(1)]  # line 13, equation 4
+            distances = torch.cdist(z, self.codewords, compute_mode=EXACT)
+            indices = distances.masked_fill(~may_use, torch.inf).argmin(1)  # line 13, equation 4
             c = self.codewords[indices]
             # As in the authors' code, both terms are means and have a weight; the paper's are sums,
             # and only beta is a weight
@@ -158,43 +146,43 @@ class ExtensibleCodebook(nn.Module):
         self.codewords.data = torch.cat([self.codewords, codewords.to(self.codewords)])
         self.codewords.grad = None  # it has the old shape
 
+    @torch.no_grad()
+    def resize(self, size: int) -> None:
+        """Makes room for this many codewords, which are zero until set_weights() writes them."""
+        self.codewords.data = self.codewords.new_zeros(size, self.codewords.shape[1])
 
-def client_update(model, theta, batches, optimizer, autocast, allowed):
+
+def client_update(model, theta, batches, optimizer, may_use):
     """Lines 6 and 12 to 17 for one client: trains `model` from theta [P] on.
 
     Returns the mean loss.
     """
     train.set_weights(model, theta)  # line 6
-    total, samples = 0.0, 0
+    losses = []
     for x, y in batches:
-        with autocast():
-            logits, code_loss = model(x, allowed)
-            task_loss = F.cross_entropy(logits, y)  # line 16
-            loss = code_loss + task_loss
+        logits, code_loss = model(x, may_use)
+        task_loss = F.cross_entropy(logits, y)  # line 16
+        loss = code_loss + task_loss
         optimizer.zero_grad()
         loss.backward()  # line 17
         optimizer.step()  # line 17
-        total += len(y) * loss.detach()
-        samples += len(y)
-    return total / samples
+        losses.append(loss.detach())
+    return torch.stack(losses).mean()
 
 
-def average_codewords(before: Tensor, codewords: Tensor, sizes: Tensor, allowed: Tensor) -> Tensor:
-    """Line 20 for codewords [V, d / s]: each is averaged over the clients that may use it, by n_k.
+def average(theta: Tensor, thetas: Tensor, sizes: Tensor, uses: Tensor) -> Tensor:
+    """Line 20: each weight is averaged over the clients that use it, by n_k.
 
-    before     the server's codewords [V, d / s], which stay as they are if no client may use them
-    codewords  the clients' codewords after training [K, V, d / s]
-    sizes      n_k, numbers of any type [K]
-    allowed    bool [K, V], true if client k may use codeword v
+    theta   the server's weights [P]; one that no client uses stays as it is
+    thetas  the clients' weights after training [K, P]
+    sizes   n_k [K]
+    uses    bool [K, P], true if client k uses this weight
 
-    Section 3.2 has "the clients that utilize" it, by which we understand those that may use it.
+    Section 3.2 has "the clients that utilize" a codeword: we take those that may use it.
     """
-    codewords = torch.where(allowed[:, :, None], codewords, 0)  # 0 times NaN would be NaN
-    exact = torch.promote_types(codewords.dtype, torch.float32)
-    weights = sizes.to(exact)[:, None] * allowed
-    total = weights.sum(0)[:, None]
-    mean = torch.einsum("kv,kvd->vd", weights, codewords.to(exact)) / total  # line 20
-    return torch.where(total > 0, mean.to(before), before)
+    n = sizes.to(theta)[:, None] * uses
+    mean = (n * thetas).sum(0) / n.sum(0)  # line 20, also for the statistics of batch norm
+    return torch.where(uses.any(0), mean, theta)
 
 
 def predictive_entropy(probabilities: Tensor) -> Tensor:
@@ -208,190 +196,192 @@ def predictive_entropy(probabilities: Tensor) -> Tensor:
     return torch.special.entr(p.mean(0)).sum(-1)  # line 22
 
 
+def uncertain(entropies: Tensor, gamma: float) -> Tensor:
+    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K]."""
+    return entropies > (1 + gamma) * entropies.min()  # lines 8, 24
+
+
 @torch.no_grad()
-def client_evaluation(model, batches, autocast, passes, allowed=None):
-    """Line 22 for one client: its uncertainty e_k, and for the log perplexity and answers.
+def client_evaluation(model, batches, passes, may_use=None):
+    """Line 22 for one client: its uncertainty e_k, perplexity, L_code, and confusion [C, C].
 
     e_k is the mean entropy of the held-out samples, which is our choice, and needs no labels. The
-    answers, how many samples of class i are called j, are those of the mean probabilities of the
-    same T passes with dropout, while the other methods' files switch dropout off. Only the
-    classifier has dropout, so encoder and codebook run once for all passes. The perplexity is
-    exp(entropy) of how often each codeword is used. Returns [2 + C C].
+    confusion is that of the mean probabilities of the same T passes with dropout, while the other
+    methods' files switch dropout off. Only the classifier has dropout, so encoder and codebook run
+    once for all passes. The perplexity is exp(entropy) of how often each codeword is used.
     """
     model.classifier.train()  # so that dropout stays on
-    entropies, answers, indices = [], 0, []
+    entropies, code_losses, indices, answers = [], [], [], 0
     for x, y in batches:
-        with autocast():
-            c, _, index = model.codebook(model.encode(x), allowed)  # once for all passes
-            logits = torch.stack([model.classifier(c.mT) for _ in range(passes)])
-        p = logits.float().softmax(2)  # [passes, N, C]
+        c, code_loss, index = model.codebook(model.encode(x), may_use)  # once for all passes
+        p = torch.stack([model.classifier(c.mT).float().softmax(1) for _ in range(passes)])
         entropies.append(predictive_entropy(p))
-        answers = answers + train.confusion(y, p.mean(0).argmax(1), p.shape[2])
+        code_losses.append(code_loss.expand(len(y)))
         indices.append(index.flatten())
+        answers = answers + train.confusion(y, p.mean(0).argmax(1), p.shape[2])
     usage = torch.bincount(torch.cat(indices)).float()
     perplexity = torch.special.entr(usage / usage.sum()).sum().exp()
-    return torch.hstack([torch.cat(entropies).mean(), perplexity, answers.flatten()])
+    return torch.cat(entropies).mean(), perplexity, torch.cat(code_losses).mean(), answers
 
 
-def evaluate(args, clients, trainer, model, theta, allowed, t):
-    """Line 22: returns the uncertainties e [K], and a dict, the columns of metrics.csv."""
-    results = trainer.map(
-        client_evaluation, model, theta, clients.ids, clients.test, t, {"allowed": allowed},
+def evaluate(args, clients, trainer, theta, may_use, t, losses, last):
+    """What is to be seen after round t, by column of metrics.csv; line 22: uncertainties e [K].
+
+    losses  of training [K]
+    last    the last round of this iteration, which is evaluated in any case
+    """
+    row = {"selected": clients.ids, "train_loss": losses.mean()}
+    if t != last and not trainer.is_due(t):
+        return row
+    e, perplexities, code_losses, answers = trainer.map(
+        client_evaluation, theta, clients.ids, clients.test, t, {"may_use": may_use},
         passes=args.passes,
     )  # fmt: skip
-    e, perplexities, shape = results[:, 0], results[:, 1], (trainer.classes, trainer.classes)
-    of_clients = results[:, 2:].long().unflatten(1, shape)
-    accuracies, answers = train.accuracy(of_clients), of_clients.sum(0)
-    measures = {
-        "uncertainties": e, "accuracies": accuracies, "codewords": allowed.sum(1),
-        "id_accuracy": train.accuracy(answers), "mA": accuracies.mean(), "mE": e.mean(),
+    accuracies = train.accuracy(answers)
+    row |= {
+        "uncertainties": e.cpu(), "accuracies": accuracies, "codewords": may_use.sum(1),
+        "worst_tenth": train.worst_tenth(accuracies), "id_accuracy": train.accuracy(answers.sum(0)),
+        "mA": accuracies.mean(), "mE": e.mean(), "confusion": answers.sum(0),
     }  # fmt: skip
     if args.codebook_size:
-        measures["mP"] = perplexities.mean()
+        row |= {"mP": perplexities.mean(), "code_loss": code_losses.mean()}
     turned = [k for k in range(len(e)) if clients.groups[k] != clients.groups[0]]
     if args.rotate and turned:  # the example's silos whose angle is not the first one's
-        extended = allowed[turned].sum(1) > args.codebook_size
-        measures["turned_accuracy"] = accuracies[turned].mean()
-        measures["turned_extended"] = extended.float().mean()
+        extended = may_use[turned].sum(1) > args.codebook_size
+        row["turned_accuracy"] = accuracies[turned].mean()
+        row["turned_extended"] = extended.float().mean()
     if "ood" in clients.tests:  # a domain that no client has, so with all codewords
         pieces = clients.tests["ood"].split(1000)
         ids = torch.arange(len(pieces))
-        results = trainer.map(client_evaluation, model, theta, ids, pieces, t, passes=args.passes)
-        answers = results[:, 2:].long().sum(0).view(shape)
-        measures["ood_accuracy"] = train.accuracy(answers)
-    return e, {**measures, "confusion": answers}
-
-
-def uncertain(entropies: Tensor, gamma: float) -> Tensor:
-    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K].
-
-    For a client whose entropy is NaN the answer is no.
-    """
-    return entropies > (1 + gamma) * entropies.nan_to_num(torch.inf).min()  # lines 8, 24
+        *_, answers = trainer.map(client_evaluation, theta, ids, pieces, t, passes=args.passes)
+        confusion = answers.sum(0)
+        row |= {"ood_accuracy": train.accuracy(confusion), "confusion": confusion}
+    return row
 
 
 @torch.no_grad()
-def client_codewords(model, batches, autocast, size, rng):
-    """Line 9 for one client: K-means centroids of all its segments, [size, d / s] as a vector."""
+def client_codewords(model, batches, size, rng):
+    """Line 9 for one client: K-means centroids of all its segments, [size, d / s]."""
     width = model.codebook.codewords.shape[1]
-    with autocast():
-        segments = torch.cat([model.encode(x).reshape(-1, width) for x, _ in batches]).double()
+    segments = torch.cat([model.encode(x).reshape(-1, width) for x, _ in batches]).double()
     with warnings.catch_warnings(action="ignore"):  # if segments are few or equal, so are codewords
         # k-means++ and ten steps, on the segments of all training samples
         centroids, _ = kmeans2(segments.cpu().numpy(), size, minit="++", rng=rng)  # line 9
-    return torch.from_numpy(centroids).to(segments.device, torch.float32).flatten()
+    return torch.from_numpy(centroids).to(segments.device, torch.float32)
 
 
-def extend(args, clients, trainer, model, theta, allowed, grown, t):
-    """Lines 9 and 10: new codewords for each of the clients `grown`. Returns theta and allowed.
+def extend(args, clients, trainer, theta, may_use, uncertain_clients, t):
+    """Lines 9 and 10: new codewords for each uncertain client. Returns theta and may_use.
 
     Only this client may use them, as we read section 3.1, while 3.2 speaks of "the clients that
     utilize" a codeword. Line 10 adds v of them, and so do we, while tables 11, 14 and 16 double the
     codebook.
     """
     rngs = [random_at(args.seed, "codewords", t, k) for k in clients.ids.tolist()]
-    new = trainer.map(
-        client_codewords, model, theta, grown, clients.train, t, {"rng": rngs},
+    [words] = trainer.map(
+        client_codewords, theta, uncertain_clients, clients.train, t, {"rng": rngs},
         size=args.codebook_size,
     )  # fmt: skip
-    train.set_weights(model, theta)
-    model.codebook.extend(new.view(-1, model.codebook.codewords.shape[1]))
-    own = clients.ids[:, None] == grown.repeat_interleave(args.codebook_size)
-    allowed = torch.cat([allowed, own.to(allowed.device)], dim=1)  # line 10
-    return train.get_weights(model), allowed
+    train.set_weights(trainer.model, theta)
+    trainer.model.codebook.extend(words.flatten(0, 1))
+    owns = clients.ids[:, None] == uncertain_clients.repeat_interleave(args.codebook_size)
+    may_use = torch.cat([may_use, owns.to(may_use.device)], dim=1)  # line 10
+    return train.get_weights(trainer.model), may_use
 
 
-def federate(args):
-    """Algorithm 1 with these flags.
+def initialise(args, clients, trainer, state):
+    """Line 2: theta [P], and the codewords that each client may use, bool [K, V]: the first v.
+
+    Or those of the state, for which the model then has as many codewords.
+    """
+    all_clients = trainer.initial.new_ones(clients.participating, args.codebook_size)
+    may_use = state.get("may_use", all_clients.bool())
+    trainer.model.codebook.resize(may_use.shape[1])
+    return state.get("theta", trainer.initial), may_use
+
+
+def federate(args, clients, trainer, state):
+    """Algorithm 1. Yields after each round the state to go on from, and what was measured.
 
     In the listing, lines 8 to 10 stand in the loop over rounds, while sections 3.1 and 3.2 add
     codewords once per iteration, as we do: at its end, for the clients that are uncertain then.
+
+    state  {} at the start, or what was yielded last
     """
-    clients, model, trainer, run = build(args)
-    theta = run.state.get("theta", train.get_weights(model))  # line 2, or of a resumed run
-    e = run.state.get("e", torch.zeros(clients.participating))  # line 3
-    # All clients may use the first codewords
-    first = theta.new_ones(clients.participating, args.codebook_size, dtype=torch.bool)
-    allowed = run.state.get("allowed", first)
-    # A resumed run's theta has more codewords than the model was built with
-    size, width = model.codebook.codewords.shape
-    model.codebook.extend(torch.zeros(allowed.shape[1] - size, width))
-
-    for iteration in range(run.state.get("iteration", 1), args.iterations + 1):  # line 4
+    theta, may_use = initialise(args, clients, trainer, state)  # line 2
+    e = state.get("e", torch.zeros(clients.participating))  # line 3
+    n, t = clients.sizes[clients.ids], state.get("t", 0)
+    for iteration in range(state.get("iteration", 1), args.iterations + 1):  # line 4
         last = args.rounds + (iteration - 1) * args.later_rounds  # line 23: later ones are shorter
-        for t in run.rounds(last):  # line 5
-            rng = random_at(args.seed, "select", t)
-            # All silos, as in the paper, unless --sample or another --partition says otherwise
-            selected = splits.draw(clients.ids, clients.sample, rng)
-            # Lines 7, 19: ids [k], weights [k, P], losses [k] of the clients whose upload is finite
-            trained, thetas, losses = trainer.train(
-                client_update, model, theta, selected, t, {"allowed": allowed}
+        for t in range(t + 1, last + 1):  # line 5
+            # Lines 6, 7, 19: [K, P], [K]
+            thetas, losses = trainer.train(
+                client_update, theta, clients.ids, t, {"may_use": may_use}
             )
-            n = clients.sizes[trained].to(theta)
-            alpha = n / n.sum()
-            cut = model.codebook.codewords.numel()  # theta begins with the codewords: see UEFL
-            before, after = theta[:cut].view(-1, width), thetas[:, :cut].unflatten(1, (-1, width))
-            theta = alpha @ thetas  # line 20, also for the statistics of batch norm
-            theta[:cut] = average_codewords(before, after, n, allowed[trained]).flatten()  # line 20
-
-            loss = alpha @ losses
-            measures = {}
-            if run.evaluate_now:  # as in the last round of an iteration, whose e counts
-                e, measures = evaluate(args, clients, trainer, model, theta, allowed, t)  # line 22
-            state = {"theta": theta, "e": e, "allowed": allowed, "iteration": iteration}
-            run.record(t, state, selected=trained, train_loss=loss, iteration=iteration, **measures)
-        if not args.codebook_size or iteration == args.iterations:
-            break
-        grown = clients.ids[uncertain(e, args.gamma).cpu()]  # line 8
-        if not len(grown):  # line 24
-            print(f"{args.name}: training ends, because no client is above the threshold")
-            break
+            theta = average(theta, thetas, n, trainer.model.uses(may_use))  # line 20
+            row = evaluate(args, clients, trainer, theta, may_use, t, losses, last)
+            e = row.get("uncertainties", e)  # line 22
+            state = {"t": t, "theta": theta, "may_use": may_use, "e": e, "iteration": iteration}
+            yield state, row | {"iteration": iteration}
+        uncertain_clients = clients.ids[uncertain(e, args.gamma)]  # line 8
+        if not len(uncertain_clients) or iteration == args.iterations:  # line 24
+            return
         # Lines 9, 10
-        theta, allowed = extend(args, clients, trainer, model, theta, allowed, grown, run.t)
-    if args.codebook_size:
-        run.draw("uncertainties", args.gamma)
-    return run.finish(model, theta)
+        theta, may_use = extend(args, clients, trainer, theta, may_use, uncertain_clients, t)
 
 
-# fmt: off
+def build_model(args, shape, classes):
+    """Lines 1 and 2: UEFL's model with the layers of a model of common/models.py."""
+    base = models.build(
+        args.model, shape, classes, args.width, args.dropout, pretrained=args.pretrained or ""
+    )
+    if not any(isinstance(layer, nn.Dropout) for layer in base.classifier):
+        raise UserError(f"--model {args.model} has no dropout, so passes are equal: choose another")
+    if base.dim % args.segments:
+        raise UserError(f"--segments {args.segments} does not divide a token's {base.dim} channels")
+    with devices.seeded(torch.device("cpu"), args.seed, "codebook"):
+        codebook = ExtensibleCodebook(
+            args.codebook_size, base.dim, args.segments, args.commitment, args.beta
+        )
+    return UEFL(base.features, codebook, base.classifier, args.token_norm)
+
+
 # The example on glyphs is ours, with silos as in table 13. In the paper VGG16 and ResNet-18 are
 # pretrained, here with --pretrained only. VGG16 has the batch norm that table 11's count implies.
-PAPER = {
-    "partition": "silos", "rotate": [0, -50, 120], "silos": [3, 3, 3],  # section 4
-    "codebook_size": 64, "gamma": 0.1,  # section 4
-    "rounds": 40,  # appendix H
-    "later_rounds": 20,  # section 4
-    "model": "resblocks",  # section 4
-    # The authors' code. Adam starts anew in each round, which is our choice
-    "optimizer": "adam", "lr": 1e-4, "batch_size": 1024, "local_epochs": 20,
-    "precision": "tf32",  # on a CPU float32, in which all our results were measured
-}
-GLYPHS = {
-    "silos": [3, 1, 1], "silo_size": 1000, "model": "cnn", "width": 0.25, "codebook_size": 6,
-    "commitment": 0.02, "gamma": 0.3, "lr": 3e-3, "batch_size": 32, "local_epochs": 3, "rounds": 6,
-    "later_rounds": 6, "iterations": 3,
-}
+PAPER = dict(
+    partition="silos", rotate=[0, -50, 120], silos=[3, 3, 3],  # section 4
+    codebook_size=64, gamma=0.1,  # section 4
+    rounds=40,  # appendix H; appendix F has 44 for CIFAR-100
+    later_rounds=20,  # section 4
+    model="resblocks",  # section 4
+    # The authors' code; appendix F has 5 local epochs for CIFAR-100. Adam starts anew in each
+    # round, which is our choice
+    optimizer="adam", lr=1e-4, batch_size=1024, local_epochs=20,
+    precision="tf32",  # on a CPU float32, in which all our results were measured
+)  # fmt: skip
 SETTINGS = {
-    "glyphs": {**PAPER, **GLYPHS},
+    "glyphs": PAPER | dict(
+        silos=[3, 1, 1], silo_size=1000, model="cnn", width=0.25, codebook_size=6, commitment=0.02,
+        gamma=0.3, lr=3e-3, batch_size=32, local_epochs=3, rounds=6, later_rounds=6, iterations=3,
+    ),
     "other": PAPER,
-    "mnist": {**PAPER, "codebook_size": 32, "gamma": 0.3},
-    "gtsrb": {**PAPER, "model": "vgg16"},
-    "cifar10": {**PAPER, "model": "vgg16", "gamma": 0.2},
-    "cifar100": {**PAPER, "model": "vgg16", "silo_size": 4000, "segments": 4},
-    "folder": {**PAPER, "model": "resnet18", "partition": "domain", "rotate": None},
-}
-QUICK = {
-    "model": "resblocks", "width": 0.0625, "segments": 8, "commitment": 0.1, "lr": 1e-3,
-    "batch_size": 32, "local_epochs": 4, "rounds": 5, "later_rounds": 2, "iterations": 3,
-    "silo_size": 500, "gamma": 0.05,
-}
-SMALL = {
+    "mnist": PAPER | dict(codebook_size=32, gamma=0.3),
+    "gtsrb": PAPER | dict(model="vgg16"),
+    "cifar10": PAPER | dict(model="vgg16", gamma=0.2),
+    # Four segments of 64 words; appendix L takes 32 words with them
+    "cifar100": PAPER | dict(model="vgg16", silo_size=4000, segments=4),
+    "folder": PAPER | dict(model="resnet18", partition="domain", rotate=None),
+}  # fmt: skip
+QUICK = dict(
+    model="resblocks", width=0.0625, segments=8, commitment=0.1, lr=1e-3, batch_size=32,
+    local_epochs=4, rounds=5, later_rounds=2, iterations=3, silo_size=500, gamma=0.05,
+)  # fmt: skip
+SMALL = {  # ours
     "other": QUICK,
-    "cifar10": {**QUICK, "gamma": 0.02},
-    "cifar100": {**QUICK, "gamma": 0.02},
-    "folder": {**QUICK, "image_size": 32, "local_epochs": 2, "gamma": 0.1},
+    "cifar10": QUICK | dict(gamma=0.02),
+    "cifar100": QUICK | dict(gamma=0.02),
+    "folder": QUICK | dict(image_size=32, local_epochs=2, gamma=0.1),
 }
-# fmt: on
 
 
 def own_flags(add) -> None:
@@ -416,16 +406,20 @@ def own_flags(add) -> None:
 
 def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
-    label, baselines = "FedAvg", {}
-    if args.codebook_size:
-        # compare() gives both baselines as many rounds as UEFL has taken
-        label, baselines = "UEFL", {"static": {"iterations": 1}, "FedAvg": {"codebook_size": 0}}
+    label = "UEFL"  # both baselines get as many rounds as UEFL has taken
+    baselines = {"static": {"iterations": 1}, "FedAvg": {"codebook_size": 0, "iterations": 1}}
+    if not args.codebook_size:
+        label, baselines, args.iterations = "FedAvg", {}, 1  # nobody is extended
+    if args.sample:
+        raise UserError("--sample: in UEFL all clients train in each round; see --participating")
     prediction = (
         "the model is least certain about the turned silos, so they get codewords of their own, "
         "and gain accuracy over a codebook that is not extended"
     )
     shows_in = {"turned_extended": "above", "turned_accuracy": "above"}
-    return compare(args, federate, label, baselines, prediction, shows_in)
+    return compare.run(
+        args, federate, label, baselines, prediction, shows_in, build_model, plots.uncertainties
+    )
 
 
 if __name__ == "__main__":

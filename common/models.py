@@ -31,7 +31,7 @@ class Classifier(nn.Module):
         self.features, self.classifier, self.dim = features, classifier, dim
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(self.features(x))
+        return self.classifier(self.features(x)).float()  # under autocast, too, for the loss
 
 
 def build(

@@ -203,10 +203,10 @@ def share_out(sizes: Sequence[int]) -> list[int]:
     return mine
 
 
-def gather(results: dict[int, Tensor]) -> list[Tensor]:
+def gather(results: dict[int, tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
     """Results 0, 1, 2 and so on, of which each rank has some: all of them, in this order."""
     if COUNT > 1:
-        parts = exchange({i: result.cpu() for i, result in results.items()})
+        parts = exchange({i: tuple(t.cpu() for t in result) for i, result in results.items()})
         results = {i: result for part in parts for i, result in part.items()}
     return [results[i] for i in sorted(results)]
 

@@ -3,7 +3,7 @@
 Every function's result depends only on its arguments.
 """
 
-from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,18 +27,20 @@ class Clients:
 
     train, test    each client's training and test samples
     participating  M; these clients have the ids 0 .. M-1, so an id is also the row in a table
-    sample         K, how many of the participating clients a method selects per round
+    per_round      K, how many of the participating clients a method selects per round
     groups         for each client what it has in common with others, such as its domain, or ""
     tests          test sets that belong to no client, by name. ood: the standard test set,
                    or the domain left out; rare: its samples of the rare classes, if there are any
+    label_counts   how many training samples of each class each client holds, float32 [N, C]
     """
 
     train: Parts
     test: Parts
     participating: int
-    sample: int
+    per_round: int
     groups: list[str]
     tests: dict[str, Tensor]
+    label_counts: Tensor | None = None
 
     @property
     def ids(self) -> Tensor:
@@ -189,45 +191,47 @@ def label_counts(data: Dataset, clients: Parts) -> Tensor:
     return torch.stack(counts).float()
 
 
-def pools(data: Dataset, args: Namespace) -> tuple[Tensor, Tensor]:
+def pools(data: Dataset, partition: str, test_domain: str | None) -> tuple[Tensor, Tensor]:
     """The samples that the clients divide, and the OOD samples: two int64 tensors.
 
     Without a test domain, they are the standard training and test sets; silos have no OOD samples.
     With one, all samples of this domain are OOD, and the clients divide those of the others, of
     both the training and the test set, as in Guo et al. (silos: of the training set).
     """
-    is_silos = args.partition == "silos"
-    if data.domain is None and (args.test_domain or is_silos or args.partition == "domain"):
+    is_silos = partition == "silos"
+    if data.domain is None and (test_domain or is_silos or partition == "domain"):
         raise UserError(f"{data.name} has no domains, which --test-domain and the partitions "
                         "domain and silos need: make some with --rotate")  # fmt: skip
-    if args.test_domain is None:
+    if test_domain is None:
         return data.train, data.test[:0] if is_silos else data.test
-    if args.test_domain not in data.domains:
-        raise UserError(f"--test-domain: no domain {args.test_domain!r} in {data.name}; "
+    if test_domain not in data.domains:
+        raise UserError(f"--test-domain: no domain {test_domain!r} in {data.name}; "
                         f"its domains are {', '.join(data.domains)}")  # fmt: skip
-    left_out = data.domain == data.domains.index(args.test_domain)
+    left_out = data.domain == data.domains.index(test_domain)
     pool = data.train if is_silos else torch.cat([data.train, data.test])
     pool = pool[~left_out[pool]]
     if not len(pool):
-        raise UserError(f"--test-domain {args.test_domain}: no domain is left to train on")
+        raise UserError(f"--test-domain {test_domain}: no domain is left to train on")
     return pool, torch.nonzero(left_out).flatten()
 
 
-def silos(data: Dataset, pool: Tensor, args: Namespace) -> tuple[Parts, Parts]:
-    """Training and test samples of args.silos[d] silos for each domain d (Zhang et al., section 4).
+def silos(
+    data: Dataset, pool: Tensor, numbers: Sequence[int], size: int, seed: int
+) -> tuple[Parts, Parts]:
+    """Training and test samples of numbers[d] silos for each domain d (Zhang et al., section 4).
 
-    A silo has args.silo_size training samples from the pool. It is tested on samples of its domain
-    from the standard test set, and each silo has equally many. Without a test set, a silo takes
-    more from the pool, and a fifth of it is for testing. The remaining samples belong to nobody.
-    Raises UserError if the numbers do not fit the domains.
+    A silo has `size` training samples from the pool. It is tested on samples of its domain from the
+    standard test set, and each silo has equally many. Without a test set, a silo takes more from
+    the pool, and a fifth of it is for testing. The remaining samples belong to nobody. Raises
+    UserError if the numbers do not fit the domains.
     """
-    rng, numbers = random_at(args.seed, "split"), args.silos or []
+    rng = random_at(seed, "split")
     domains, sizes = data.domain[pool].unique(return_counts=True)
     if len(numbers) != len(domains) or not sum(numbers):
         raise UserError("--partition silos needs --silos: give a number for each of "
                         f"{len(domains)} domains, not all of them 0")  # fmt: skip
     has_test = len(data.test) > 0
-    size = args.silo_size if has_test else round(args.silo_size / (1 - HELD_OUT))
+    size = size if has_test else round(size / (1 - HELD_OUT))
     if (torch.tensor(numbers) * size > sizes).any():
         raise UserError(f"{numbers} silos of {size} samples do not fit into domains of "
                         f"{sizes.tolist()}: lower --silo-size")  # fmt: skip
@@ -241,36 +245,38 @@ def silos(data: Dataset, pool: Tensor, args: Namespace) -> tuple[Parts, Parts]:
 
     train = take(pool, size)
     if not has_test:
-        return hold_out(train, HELD_OUT, random_at(args.seed, "held out"))
+        return hold_out(train, HELD_OUT, random_at(seed, "held out"))
     available = [int((data.domain[data.test] == d).sum()) for d in domains]
     test_size = min(n // k for n, k in zip(available, numbers, strict=True) if k)
     return train, take(data.test, test_size)
 
 
-def divide(data: Dataset, pool: Tensor, args: Namespace) -> Parts:
+def divide(
+    data: Dataset, pool: Tensor, partition: str, clients: int | None, alpha: float, seed: int
+) -> Parts:
     """All samples of each client, for training and for testing, in every partition but silos.
 
     Raises UserError if the clients are too many or too few.
     """
-    rng, labels = random_at(args.seed, "split"), data.y[pool]
+    rng, labels = random_at(seed, "split"), data.y[pool]
     default = max(1, min(100, len(pool) // MEAN_SIZE))
-    if args.partition == "domain":
+    if partition == "domain":
         default = len(data.domain[pool].unique())
-    clients = args.clients or default
+    clients = clients or default
     if len(pool) < clients * MIN_SIZE:
         raise UserError(f"{len(pool)} samples are too few for {clients} clients: each would have "
                         f"{len(pool) // clients} samples, and needs {MIN_SIZE}; "
                         "lower --clients")  # fmt: skip
-    if args.partition == "domain":
+    if partition == "domain":
         parts = by_domain(data.domain[pool], clients, rng)
-    elif args.partition == "iid":
+    elif partition == "iid":
         parts = iid(torch.arange(len(pool)), clients, rng)
-    elif args.partition == "shards":
+    elif partition == "shards":
         parts = shards(labels, clients, rng)
-    elif args.partition == "dirichlet":
-        parts = dirichlet(labels, clients, args.dirichlet, rng)
+    elif partition == "dirichlet":
+        parts = dirichlet(labels, clients, alpha, rng)
     else:
-        wanted = wanted_classes(args.partition, len(data.classes), clients)
+        wanted = wanted_classes(partition, len(data.classes), clients)
         parts = of_classes(labels, wanted, len(pool) // (2 * clients), rng)
     return [pool[samples] for samples in parts]
 
@@ -285,74 +291,92 @@ def group(data: Dataset, samples: Tensor, partition: str) -> str:
     return ""
 
 
-def participation(args: Namespace, clients: int, groups: int) -> tuple[int, int]:
+def participation(
+    partition: str, clients: int, groups: int, m: int | None = None, k: int | None = None
+) -> tuple[int, int]:
     """M and K: how many clients participate, and how many of these a method selects per round.
 
-    groups  how many different groups there are: with --partition domain, the number of domains
+    Those that are None have a default. M is 40 % of the clients with dirichlet, iid and shards, as
+    in Wu et al., and else all. K is M with silos, one per domain with domain, and else M / 4.
 
-    Raises UserError if a flag asks for more than there are.
+    groups  how many different groups there are: with domain, the number of domains
+
+    Raises UserError if m or k is more than there are.
     """
-    share = 0.4 if args.partition in ("dirichlet", "iid", "shards") else 1.0  # as in Wu et al.
-    m = args.participating or max(1, round(share * clients))
-    default = {"silos": m, "domain": groups}.get(args.partition, max(2, m // 4))
-    k = args.sample or min(default, m)
+    share = 0.4 if partition in ("dirichlet", "iid", "shards") else 1.0
+    m = m or max(1, round(share * clients))
+    default = {"silos": m, "domain": groups}.get(partition, max(2, m // 4))
+    k = k or min(default, m)
     if m > clients:
         raise UserError(f"--participating {m} is more than the {clients} clients: lower it")
     if k > m:
-        raise UserError(f"--sample {k}: only {m} clients participate; lower it")
+        raise UserError(f"--sample {k}: only {m} of {clients} clients participate; lower it, "
+                        "or raise --participating")  # fmt: skip
     return m, k
 
 
-def deal(data: Dataset, args: Namespace) -> Clients:
-    """The clients of a run, from these flags.
+def make_clients(
+    data: Dataset,
+    seed: int = 0,
+    partition: str = "dirichlet",
+    *,
+    clients: int | None = None,
+    participating: int | None = None,
+    per_round: int | None = None,
+    alpha: float = 0.1,
+    silo_numbers: Sequence[int] = (),
+    silo_size: int = 2000,
+    test_domain: str | None = None,
+    held_out: float | None = None,
+) -> Clients:
+    """The clients of a run.
 
     seed           of every draw
-    partition      dirichlet, iid, shards: divide the training samples among `clients` (default:
-                   <= 100)
+    partition      dirichlet (with this alpha), iid, shards: divide the training samples among
+                   `clients` (default: <= 100)
                    domain: each of `clients` (default: one per domain) holds samples of one domain
-                   silos: silos[d] silos of silo_size training samples from domain d
+                   silos: silo_numbers[d] silos of silo_size training samples from domain d
                    rare, twins, specialists: see wanted_classes; all clients together hold half of
                    the samples, equally many each
+    participating, per_round  M and K: see participation for the defaults
     test_domain    no client has this domain: see pools
-    participating  how many participate (default: with dirichlet, iid and shards 40 percent, as in
-                   Wu et al., else all)
-    sample         how many of these are selected per round (default: all silos, one per domain, or
-                   a quarter)
     held_out       the share of its own samples that a client is tested on (default: a tenth with
                    domain, else a fifth); 0 needs OOD samples, and ID is not measured
 
     A silo is tested on samples of the standard test set if there is one. Raises UserError if the
     numbers do not fit the data.
     """
-    pool, ood = pools(data, args)
-    share = getattr(args, "held_out", None)  # only fedavg.py has this flag
+    pool, ood = pools(data, partition, test_domain)
+    share = held_out
     if share is None:
-        share = 0.1 if args.partition == "domain" else HELD_OUT
-    if args.partition == "silos":
-        train, test = silos(data, pool, args)
+        share = 0.1 if partition == "domain" else HELD_OUT
+    if partition == "silos":
+        train, test = silos(data, pool, silo_numbers, silo_size, seed)
     else:
-        parts = divide(data, pool, args)
-        train, test = hold_out(parts, share, random_at(args.seed, "held out"))
+        parts = divide(data, pool, partition, clients, alpha, seed)
+        train, test = hold_out(parts, share, random_at(seed, "held out"))
     smallest = min(len(a) + len(b) for a, b in zip(train, test, strict=True))
     tested = all(map(len, test)) or (share == 0 and len(ood))
     if smallest < MIN_SIZE or not tested:
         wrong = f"a client would have {smallest} samples, and needs {MIN_SIZE}, some for testing"
         raise UserError(f"{wrong}: lower --clients or --silos, or add samples")
-    groups = [group(data, samples, args.partition) for samples in train]
-    m, k = participation(args, len(train), len(set(groups)))
-    chosen = draw(torch.arange(len(train)), m, random_at(args.seed, "participate")).tolist()
+    groups = [group(data, samples, partition) for samples in train]
+    m, k = participation(partition, len(train), len(set(groups)), participating, per_round)
+    chosen = draw(torch.arange(len(train)), m, random_at(seed, "participate")).tolist()
     others = set(range(len(train))) - set(chosen)
     order = chosen + sorted(others)
     tests = {"ood": ood}
     if not torch.isin(pool, data.test).any():  # else clients train on the shapes in data.extra
         tests |= data.extra
-    if args.partition in ("rare", "twins"):
+    if partition in ("rare", "twins"):
         tests["rare"] = ood[data.y[ood] >= len(data.classes) - RARE]
+    train = [train[i] for i in order]
     return Clients(
-        train=[train[i] for i in order],
+        train=train,
         test=[test[i] for i in order],
         participating=m,
-        sample=k,
+        per_round=k,
         groups=[groups[i] for i in order],
         tests={name: positions for name, positions in tests.items() if len(positions)},
+        label_counts=label_counts(data, train),
     )

@@ -5,15 +5,13 @@ which order and in which precision it runs. A model travels as one vector theta 
 in their order, then its floating-point buffers (the statistics of batch norm).
 """
 
-import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from common import UserError, random_at, ranks
 from common.data import Dataset
@@ -24,20 +22,24 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 def local_solver(
-    model: nn.Module, theta: Tensor, batches: Batches, optimizer: torch.optim.Optimizer, autocast
-):
+    model: nn.Module, theta: Tensor, batches: Batches, optimizer: torch.optim.Optimizer
+) -> Tensor:
     """Plain local training of one client, for papers that leave it open. Returns the mean loss."""
     set_weights(model, theta)
-    total, samples = 0.0, 0
+    losses = []
     for x, y in batches:
-        with autocast():
-            loss = F.cross_entropy(model(x), y)
+        loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        total += len(y) * loss.detach()
-        samples += len(y)
-    return total / samples
+        losses.append(loss.detach())
+    return torch.stack(losses).mean()
+
+
+def averaging_weights(by: str, sizes: Tensor) -> Tensor:
+    """alpha_k of clients with these numbers of samples [K]: n_k / n by "size", or 1 / K: [K]."""
+    n = sizes if by == "size" else torch.ones_like(sizes)
+    return n / n.sum()
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
@@ -69,50 +71,62 @@ def unflatten(model: nn.Module, theta: Tensor) -> list[Tensor]:
     return [part.view_as(t) for t, part in zip(tensors, parts, strict=True)]
 
 
-def new_table(clients: int, parameters: int, device: torch.device) -> Tensor:
-    """A row of zeros for each client's latest update. Tells its size if that is above 1 GB.
+@dataclass
+class LocalTraining:
+    """How a client trains: passes over its data, samples in a step, and the optimizer.
 
-    Raises UserError if the system refuses so much memory.
+    The optimizer ("sgd" or "adam") is new for each client in each round, so momentum starts from
+    zero. In round t its step size is lr * lr_decay^(t - 1).
     """
-    size = 4e-9 * clients * parameters
-    takes = f"the table of updates takes {size:.1f} GB"
-    if size > 1 and ranks.RANK == 0:
-        tqdm.write(f"{takes} in each process", file=sys.stderr)
-    try:
-        return torch.zeros(clients, parameters, device=device)
-    except RuntimeError as e:
-        raise UserError(f"{takes}, which is too much: see sketch in docs/variations/") from e
+
+    epochs: int = 5
+    batch_size: int = 32
+    lr: float = 0.05
+    optimizer: str = "sgd"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    lr_decay: float = 1.0
 
 
 class Trainer:
-    """Local training and evaluation of these clients.
+    """Local training and evaluation of these clients, with one model for all of them.
 
-    args      seed, and the settings of local training: local_epochs, batch_size, lr, optimizer
-              ("sgd" or "adam", new for each client in each round), momentum, and precision
-              ("float32", "tf32", or "bfloat16": autocast, while the weights stay in float32)
-    progress  called with the share of a round's training that has just been done
+    precision       "bfloat16": the model's forward pass runs under autocast, while weights, losses
+                    and the server stay in float32; "float32" or "tf32": see devices.pick_precision
+    rounds          evaluate() measures in this round, and in every `evaluate_every`-th one
+    progress        called with a round and the share of its training that has just been done
+
+    initial         the model's weights at the start, theta [P]
+    parameters      how many of theta's P numbers are parameters; they come before the statistics
     """
 
     def __init__(
         self,
         data: Dataset,
         clients: Clients,
-        device: torch.device,
-        args: Namespace,
-        progress: Callable[[float], None] = lambda share: None,
+        model: nn.Module,
+        device: torch.device | str = "cpu",
+        local: LocalTraining | None = None,
+        seed: int = 0,
+        precision: str = "float32",
+        evaluate_every: int = 1,
+        rounds: int | None = None,
+        progress: Callable[[int, float], None] = lambda t, share: None,
     ):
-        self.x, self.y = data.x.to(device), data.y.to(device)
+        self.x, self.y, self.labels = data.x.to(device), data.y.to(device), data.y
         self.classes = len(data.classes)
-        self.clients, self.device = clients, device
-        self.args, self.progress = args, progress
+        self.clients, self.device = clients, torch.device(device)
+        self.model = model.to(device, memory_format=torch.channels_last)
+        self.local, self.seed = local or LocalTraining(), seed
+        self.evaluate_every, self.rounds, self.progress = evaluate_every, rounds, progress
+        self.initial = get_weights(self.model)
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        if precision == "bfloat16":  # not for gradients, which FedIIR computes inside of its loss
+            for part in (self.model, self.model.features):
+                part.forward = torch.autocast(self.device.type, torch.bfloat16)(part.forward)
         most = 5_000_000 // data.x[0, 0].numel()  # by pixels: 99 images of 224 x 224
         # The batch size of the evaluation
-        self.chunk = max(1, min(most, 1000 if device.type == "cuda" else 250))
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.args.precision == "bfloat16"
-        )
+        self.chunk = max(1, min(most, 1000 if self.device.type == "cuda" else 250))
 
     def batch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The samples at these positions: images as float32 in -1..1, and their labels."""
@@ -122,91 +136,89 @@ class Trainer:
     def train(
         self,
         client_update: Callable[..., Tensor],
-        model: nn.Module,
         theta: Tensor,
         selected: Tensor,
         t: int,
         per_client: Mapping[str, Sequence] = {},
         **options,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """The selected clients, int64 [K], train from theta in round t, each on its own samples.
 
-        client_update  called as client_update(model, theta, batches, optimizer, autocast, ...);
-                       trains `model` from theta on the batches (x, y), and returns the mean loss.
-                       It must begin with set_weights(model, theta), because `model` still has the
-                       weights of another client
+        client_update  called as client_update(model, theta, batches, optimizer, ...); trains
+                       `model` from theta on the batches (x, y), and returns the mean loss. It must
+                       begin with set_weights(model, theta), because `model` still has the weights
+                       of another client
         per_client     name -> one value per client id, for client_update as a keyword argument
         options        keyword arguments of client_update that are the same for all clients
 
-        A client with weights or a loss that are not finite is left out. Returns three tensors for
-        the k others: their ids, int64 [k], and on the device their weights `thetas` [k, P] and
-        losses [k]. Raises UserError if no client is left.
+        Returns the clients' weights [K, P] and losses [K] on the device. Raises UserError if a
+        client's weights or loss are not finite, and if the memory does not suffice.
         """
         sizes = [len(self.clients.train[k]) for k in selected]
         mine = ranks.share_out(sizes)  # the other processes train the other clients
         total = sum(sizes[i] for i in mine)
-        uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
+        try:
+            uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
+        except RuntimeError as e:
+            takes = f"{4e-9 * len(selected) * len(theta):.1f} GB"
+            raise UserError(f"the weights of {len(selected)} clients take {takes}, which is too "
+                            "much: see sketch in docs/variations/") from e  # fmt: skip
         for i in mine:
             k = int(selected[i])
-            model.train()
-            batches = self._batches(k, t, total)
-            optimizer = self._optimizer(model)
+            self.model.train()
+            batches, optimizer = self._batches(k, t, total), self._optimizer(t)
             own = {name: values[k] for name, values in per_client.items()}
-            with seeded(self.device, self.args.seed, "dropout", t, k):  # the same on any process
-                loss = client_update(
-                    model, theta, batches, optimizer, self.autocast, **own, **options
-                )
-            uploads[i, :-1], uploads[i, -1] = get_weights(model), loss
+            with seeded(self.device, self.seed, "dropout", t, k):  # the same on any process
+                loss = client_update(self.model, theta, batches, optimizer, **own, **options)
+            uploads[i, :-1], uploads[i, -1] = get_weights(self.model), loss
         ranks.add_up(uploads)
-
-        usable = torch.isfinite(uploads.sum(1)).cpu()
-        if not usable.all():
-            if ranks.RANK == 0:
-                left_out = f"{(~usable).sum()} of {len(selected)}"
-                text = f"round {t}: {left_out} uploads were not finite: left out"
-                tqdm.write(text, file=sys.stderr)
-            if not usable.any():
-                raise UserError(f"training diverged in round {t}: lower --lr")
-            selected, uploads = selected[usable], uploads[usable]
-        return selected, uploads[:, :-1], uploads[:, -1]
+        finite = torch.isfinite(uploads.sum(1)).tolist()
+        if not all(finite):
+            k = int(selected[finite.index(False)])
+            raise UserError(f"client {k} diverged in round {t}: lower --lr")
+        return uploads[:, :-1], uploads[:, -1]
 
     def map(
         self,
-        function: Callable[..., Tensor],
-        model: nn.Module,
+        function: Callable[..., Tensor | tuple[Tensor, ...]],
         theta: Tensor,
         ids: Tensor,
         samples: Sequence[Tensor],
         t: int,
         per_client: Mapping[str, Sequence] = {},
         **options,
-    ) -> Tensor:
-        """What `function` computes for each of these clients, int64 [K]: a matrix [K, n].
+    ) -> list[Tensor]:
+        """What `function` computes for each of these clients, int64 [K].
 
-        function  called as function(model, batches, autocast, ...), where the model already has the
-                  weights theta, unlike in train(), and the batches are all of samples[client], in
-                  order; returns a vector [n]
+        function  called as function(model, batches, ...), where the model already has the weights
+                  theta, unlike in train(), and the batches are all of samples[client], in order;
+                  returns a tensor or a tuple of tensors
         per_client, options  as for train()
 
-        Raises UserError if a result is not finite.
+        Returns for each of these tensors the results of the K clients, [K, ...]. Raises UserError
+        if one is not finite.
         """
-        set_weights(model, theta)
+        set_weights(self.model, theta)
         results = {}
         for i in ranks.share_out([len(samples[k]) for k in ids]):
             k = int(ids[i])
-            model.eval()
+            self.model.eval()
             pieces = samples[k].to(self.device).split(self.chunk)
             batches = (self.batch(piece) for piece in pieces)
             own = {name: values[k] for name, values in per_client.items()}
-            with seeded(self.device, self.args.seed, "evaluation", t, k):
-                results[i] = function(model, batches, self.autocast, **own, **options)
-        return finite(torch.stack(ranks.gather(results)).to(self.device))
+            with seeded(self.device, self.seed, "evaluation", t, k):
+                found = function(self.model, batches, **own, **options)
+            results[i] = found if isinstance(found, tuple) else (found,)
+        columns = zip(*ranks.gather(results), strict=True)
+        return [finite(torch.stack(column).to(self.device)) for column in columns]
 
-    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        args = self.args
-        if args.optimizer == "adam":
-            return torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-        return torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, fused=True)
+    def _optimizer(self, t: int) -> torch.optim.Optimizer:
+        local, parameters = self.local, self.model.parameters()
+        lr = local.lr * local.lr_decay ** max(t - 1, 0)
+        options = {"lr": lr, "weight_decay": local.weight_decay, "fused": True}
+        if local.optimizer == "adam":
+            return torch.optim.Adam(parameters, **options)
+        return torch.optim.SGD(parameters, momentum=local.momentum, **options)
 
     def _batches(self, k: int, t: int, total: int) -> Batches:
         """A client's batches: in each epoch consecutive slices of a new random order.
@@ -214,17 +226,28 @@ class Trainer:
         The last slice may be smaller. `total` is the number of samples of all clients that this
         process trains in the round, which tells how far a batch moves the clock.
         """
-        samples, epochs = self.clients.train[k], self.args.local_epochs
-        rng = random_at(self.args.seed, "batches", t, k)
+        samples, epochs = self.clients.train[k], self.local.epochs
+        rng = random_at(self.seed, "batches", t, k)
         orders = torch.stack([shuffled(samples, rng) for _ in range(epochs)])
         for order in orders.to(self.device):  # all epochs in one copy
-            for positions in order.split(self.args.batch_size):
+            for positions in order.split(self.local.batch_size):
                 yield self.batch(positions)
-                self.progress(len(positions) / (epochs * total))
+                self.progress(t, len(positions) / (epochs * total))
 
-    def evaluate(self, model: nn.Module, theta: Tensor, selected: Tensor) -> dict:
-        """The accuracies of the model with weights theta, by column of metrics.csv.
+    def is_due(self, t: int) -> bool:
+        """Whether round t is evaluated."""
+        return t % self.evaluate_every == 0 or t == self.rounds
 
+    def evaluate(self, theta: Tensor, t: int, selected: Tensor, losses: Tensor) -> dict:
+        """What is to be seen after round t, by column of metrics.csv.
+
+        selected         the clients that have trained, int64 [K]
+        train_loss       the mean of their losses [K]
+
+        The others are measured in the rounds that are due:
+
+        accuracies       on each participating client's held-out samples [M]
+        worst_tenth      mean of the tenth of these with the lowest accuracies
         id_accuracy      on the held-out samples of all participating clients together
         id_selected      the same for the clients selected in this round, int64 [K]: Wu et al.'s ID
         ood_accuracy     on clients.tests["ood"], and so on for the other test sets there
@@ -233,17 +256,29 @@ class Trainer:
         selected_size    mean number of training samples of the selected clients
         rare_selected    which share of them holds a rare class, if there are rare classes
         """
-        clients = self.clients
-        tests = {"id_accuracy": clients.held_out}
-        tests["id_selected"] = torch.cat([clients.test[k] for k in selected])
-        for name, samples in clients.tests.items():
-            tests[f"{name}_accuracy"] = samples
-        tests = {name: samples for name, samples in tests.items() if len(samples)}
-        accuracies, _, predictions = self.measure(model, theta, [*tests.values()])
-        measures = dict(zip(tests, accuracies.tolist(), strict=True))
-        shown = [*tests].index("ood_accuracy" if "ood" in clients.tests else "id_accuracy")
-        predicted, labels = predictions[shown]
-        measures["confusion"] = confusion(labels, predicted, self.classes)
+        clients, measures = self.clients, {"selected": selected, "train_loss": losses.mean()}
+        if not self.is_due(t):
+            return measures
+        m, names = clients.participating, [*clients.tests]
+        parts = [*clients.test[:m], *clients.tests.values()]
+        _, predicted = self.predict(theta, torch.cat(parts))
+        sizes = [len(part) for part in parts]
+        predicted = predicted.split(sizes)
+        pairs = [*zip(self.labels[torch.cat(parts)].split(sizes), predicted, strict=True)]
+        hits = [(labels == guess).float() for labels, guess in pairs]
+        shown = [m + names.index("ood")] if "ood" in names else range(m)
+        if len(clients.held_out):
+            each = torch.stack([of_client.mean() for of_client in hits[:m]])
+            measures |= {
+                "accuracies": each,
+                "worst_tenth": worst_tenth(each),
+                "id_accuracy": torch.cat(hits[:m]).mean(),
+                "id_selected": torch.cat([hits[k] for k in selected]).mean(),
+            }
+        for name, of_test in zip(names, hits[m:], strict=True):
+            measures[f"{name}_accuracy"] = of_test.mean()
+        labels, guess = (torch.cat(both) for both in zip(*(pairs[i] for i in shown), strict=True))
+        measures["confusion"] = confusion(labels, guess, self.classes)
         measures["selected_size"] = clients.sizes[selected].mean()
         if "rare" in clients.tests:
             rare = [clients.groups[k] != "more classes" for k in selected]
@@ -251,32 +286,22 @@ class Trainer:
         return measures
 
     @torch.no_grad()
-    def measure(
-        self, model: nn.Module, theta: Tensor, parts: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The model with weights theta on each of these parts of the pool, int64 [n].
+    def predict(self, theta: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """The model with weights theta on these samples of the pool, int64 [n].
 
-        Returns accuracies [parts], mean cross-entropies [parts], and per part what is predicted for
-        its samples and what is right, int64 [2, n]. Raises UserError if a loss is not finite,
-        because the largest of NaN logits would count as class 0.
+        Returns their cross-entropies [n] and the predicted classes, int64 [n], on the CPU. Raises
+        UserError if a loss is not finite, because the largest of NaN logits would count as class 0.
         """
-        set_weights(model, theta)
-        model.eval()
-        sizes = [len(part) for part in parts]
-        samples = torch.cat([*parts]).to(self.device)  # all in one copy
-        batches = [batch for part in samples.split(sizes) for batch in part.split(self.chunk)]
-        results = {}
+        set_weights(self.model, theta)
+        self.model.eval()
+        batches, results = samples.to(self.device).split(self.chunk), {}  # all in one copy
         for i in ranks.share_out([len(batch) for batch in batches]):
             x, y = self.batch(batches[i])
-            with self.autocast():
-                logits = model(x).float()
-            losses = F.cross_entropy(logits, y, reduction="none")
-            results[i] = torch.stack([losses, logits.argmax(1), y])
-        table = finite(torch.cat(ranks.gather(results), dim=1)).cpu()  # the first wait for a GPU
-        losses, predictions = table[0].split(sizes), table[1:].long().split(sizes, dim=1)
-        accuracies = [(guess == label).float().mean() for guess, label in predictions]
-        means = [loss.mean() for loss in losses]
-        return torch.stack(accuracies), torch.stack(means), [*predictions]
+            logits = self.model(x)
+            results[i] = F.cross_entropy(logits, y, reduction="none"), logits.argmax(1)
+        columns = zip(*ranks.gather(results), strict=True)
+        losses, predicted = (torch.cat(column).cpu() for column in columns)
+        return finite(losses), predicted
 
 
 def confusion(labels: Tensor, predicted: Tensor, classes: int) -> Tensor:
@@ -288,6 +313,11 @@ def confusion(labels: Tensor, predicted: Tensor, classes: int) -> Tensor:
 def accuracy(confusion: Tensor) -> Tensor:
     """The share of right answers, from the counts that confusion() returns [..., C, C]."""
     return confusion.diagonal(dim1=-2, dim2=-1).sum(-1) / confusion.sum((-2, -1))
+
+
+def worst_tenth(accuracies: Tensor) -> Tensor:
+    """The mean of the lowest tenth of these accuracies [M], or of the lowest one."""
+    return accuracies.sort().values[: max(1, len(accuracies) // 10)].mean()
 
 
 def finite(results: Tensor) -> Tensor:

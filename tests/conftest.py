@@ -11,15 +11,16 @@ if not any("test_gpu" in word for word in sys.argv):
 
 import pytest
 import torch
-from helpers import drawn, lines_of, make_tiny, settings
+from helpers import drawn, lines_of, make_tiny
 from matplotlib.figure import Figure
 
 import common.data
 from common import random_at, ranks
 from common.data import load
+from common.models import build
 from common.runner import runs
 from common.splits import Clients
-from common.train import Trainer
+from common.train import LocalTraining, Trainer
 
 torch.set_num_threads(1)  # the models here are too small to share between cores
 
@@ -46,8 +47,9 @@ def rng():
 def trainer(tiny):
     """A trainer of three clients with 40 training and 20 test samples each."""
     clients = Clients([*tiny.train.split(40)], [*tiny.test.split(20)], 3, 2, [""] * 3, {})
-    args = settings(local_epochs=2, batch_size=16, lr=0.1)
-    return Trainer(tiny, clients, torch.device("cpu"), args)
+    torch.manual_seed(0)
+    model = build("cnn", (1, 8, 8), 3, width=0.125)
+    return Trainer(tiny, clients, model, local=LocalTraining(epochs=2, batch_size=16, lr=0.1))
 
 
 DRAWN = set()

@@ -15,7 +15,7 @@ from common import random_at
 from common.data import Dataset
 from common.runner import flags, setup
 from common.splits import Clients
-from common.train import Trainer, get_weights, set_weights
+from common.train import Trainer, set_weights
 
 ROOT = Path(__file__).parent.parent
 METHODS = ["fedavg", "entropy_weighting", "minimax_select", "convex_hull_select", "fediir", "uefl"]
@@ -71,17 +71,12 @@ def parsed(method, words: str) -> Namespace:
     return Namespace(**{**vars(args), "seed": args.seed[0]})
 
 
-def prepared(
-    method, words: str, **options
-) -> tuple[Dataset, Clients, torch.nn.Module, Trainer, torch.Tensor]:
-    """The data, the clients, the model, the trainer and the first weights of a run.
-
-    options  of models.build
-    """
+def prepared(method, words: str) -> tuple[Namespace, Dataset, Clients, Trainer]:
+    """The flags, the data, the clients and the trainer of a run."""
     args = parsed(method, words)
-    data, clients, model = setup.assemble(args, **options)
-    trainer = Trainer(data, clients, torch.device("cpu"), args)
-    return data, clients, model, trainer, get_weights(model)
+    data, clients, model = setup.assemble(args, getattr(method, "build_model", setup.build_model))
+    trainer = Trainer(data, clients, model, local=setup.local_training(args), seed=args.seed)
+    return args, data, clients, trainer
 
 
 # ---------------------------------------------------------------- what a run leaves

@@ -9,25 +9,33 @@ import numpy as np
 from common import ranks
 from common.runner import plots, table
 from common.runner.runs import Run, check_free, write_args
-from common.runner.setup import assemble, load
+from common.runner.setup import assemble, build_model, load, prepare
 
 Runs = Mapping[str, Sequence[Run]]  # label -> its runs, in the order of the plans
 
 
-def compare(
+def run(
     args: Namespace,
-    federate: Callable[[Namespace], Run],
+    federate: Callable,
     label: str,
     baselines: Mapping[str, dict],
     prediction: str,
     shows_in: Mapping[str, str],
+    build: Callable = build_model,
+    draw: Callable[[Run, dict], None] | None = None,
+    choose: str | None = None,
 ) -> Runs | None:
-    """Runs federate(args), and then each baseline with as many rounds and other flags.
+    """Runs a method, and then each baseline with as many rounds and other flags.
 
+    federate    called as federate(args, clients, trainer, state); yields the state and a row of
+                metrics.csv after each round: see Run.record
     label       what the method is called beside its baselines
     baselines   label -> the flags that change; a baseline that changes nothing here is left out
     prediction  what the idea predicts for the example, against the first baseline: a sentence
     shows_in    where it must show: column of metrics.csv -> "above" or "below"
+    build       called as build(args, shape, classes); returns the model
+    draw        draws the method's picture, from a run and its last state
+    choose      see Run
 
     The method runs first, in the folder args.out, and a baseline in args.out-NAME. With several
     seeds, or --test-domain all, this is repeated for each seed and domain, in folders inside
@@ -40,19 +48,25 @@ def compare(
         if args.compare and any(getattr(args, flag) != value for flag, value in flags.items()):
             changes[name] = flags
     plans = plans_of(args)
-    _, clients, _ = assemble(plans[0])  # finds a user's mistakes before anything is written
+    _, clients, _ = assemble(plans[0], build)  # finds mistakes before anything is written
     if ranks.RANK == 0 and not args.resume:
         for name in changes if len(plans) == 1 else [label]:
             check_free(folder_of(args.out, name, label))
 
+    def run_one(args: Namespace) -> Run:
+        clients, trainer, run = prepare(args, build, choose)
+        for state, row in federate(run.args, clients, trainer, run.state):
+            run.record(state, row)
+        return run.finish(draw)
+
     def work() -> Runs:
-        runs = run_all(args, federate, label, changes, plans)
+        runs = run_all(args, run_one, label, changes, plans)
         show(args, runs)
         if args.is_example and len(runs) > 1:
             verdict(runs, prediction, shows_in)
         return runs
 
-    count = ranks.how_many(args.processes, args.device, clients.sample)
+    count = ranks.how_many(args.processes, args.device, clients.per_round)
     try:
         return work() if count == 1 else ranks.start(work, count)
     except (KeyboardInterrupt, OSError) as e:
@@ -77,7 +91,7 @@ def plans_of(args: Namespace) -> list[Namespace]:
     return plans
 
 
-def run_all(args, federate, label, changes, plans) -> Runs:
+def run_all(args, run_one, label, changes, plans) -> Runs:
     """Runs the method and its baselines by each plan."""
     runs: dict[str, list[Run]] = {name: [] for name in changes}
     if len(plans) > 1 and ranks.RANK == 0:
@@ -90,9 +104,8 @@ def run_all(args, federate, label, changes, plans) -> Runs:
             if name != label:
                 own.compare = False  # a resumed baseline has no baselines
                 own.method_rounds = plan.rounds  # its own may depend on the seed
-            run = federate(own)
-            runs[name].append(run)
-            rounds = run.t  # a baseline stops when the method has stopped
+            runs[name].append(run_one(own))
+            rounds = runs[name][-1].t  # a baseline stops when the method has stopped
         if len(plans) > 1:
             print(f"{i} of {len(plans)} done", flush=True)
     return runs

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 
-from common import UserError, first_line, models
+from common import UserError, first_line
+from common.runner.setup import build_model
 
 
 def load(folder: str | Path) -> nn.Module:
@@ -24,10 +25,8 @@ def load(folder: str | Path) -> nn.Module:
     except (OSError, ValueError, KeyError, TypeError) as e:
         why = first_line(e)
         raise UserError(f"{folder} has no model; name a run, like NAME/seed1 ({why})") from e
-    more = args.pretrained or ""
-    model = models.build(args.model, tuple(shape), len(classes), args.width, pretrained=more)
-    build = getattr(import_module(args.method), "build_model", None)  # of the method, as UEFL has
-    model = build(args, model) if build else model
+    build = getattr(import_module(args.method), "build_model", build_model)  # UEFL has its own
+    model = build(args, tuple(shape), len(classes))
     for name, tensor in model.state_dict(keep_vars=True).items():
         tensor.data = weights[name]  # UEFL's codebook grows
     return model.eval()

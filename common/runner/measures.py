@@ -37,9 +37,11 @@ MEASURES = {
     "turned_accuracy": Measure("accuracy, turned silos", "percent", 1, BOTH),
     "turned_extended": Measure("turned silos with own codewords", "percent", 1, "table"),
     "accuracies": Measure("accuracy of each client", "percent", 1, ""),
+    "worst_tenth": Measure("accuracy, worst tenth of clients", "percent", 1, ""),
     "mA": Measure("mean accuracy mA", "percent", 1, ""),
     "mE": Measure("mean uncertainty mE", "nats", -1, BOTH),
     "mP": Measure("perplexity mP", "", 1, "curves"),
+    "code_loss": Measure("L_code", "", -1, "curves"),
     "gradient_spread": Measure("spread of the clients' gradients", "", -1, "curves"),
     "train_loss": Measure("training loss, all terms", "nats", -1, "curves", "loss"),
 }

@@ -231,24 +231,23 @@ def similarity(run, cosines: Tensor) -> None:
     with drawn(run.folder / "similarity.png", 7.6, 4.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.6, 1], sharey=True)
         left.plot(others, ids, "|", color="0.85", ms=3)
-        largest = np.fmax.reduce(others, axis=1)  # without NaN, which a zero update has
+        largest = np.nanmax(others, axis=1)
         left.scatter(largest, ids, s=22, color=client_colours(run.clients), zorder=3)
         left.set(title=title, xlabel="cosine similarity", ylabel="client")
         times_selected(right, run)
 
 
-def hull(run, known: Tensor, points: Tensor, vertices: Tensor) -> None:
+def hull(run, points: Tensor, vertices: Tensor) -> None:
     """The clients' latest updates with their hull, as a shadow in a plane; how often each trained.
 
-    known     the ids of the clients with an update, int64 [n]
-    points    their principal components, in which the hull was built [n, dim]
+    points    their principal components, in which the hull was built [M, dim]
     vertices  the ids of those on the hull
     """
     dim = points.shape[1]
     xy = F.pad(points, (0, 2))[:, :2].numpy()  # if dim is below 2, what is missing is 0
-    colour = client_colours(run.clients)[known.numpy()]
+    colour = client_colours(run.clients)
     title = f"the clients' updates after the last round\n(large: a corner in {dim} dimensions)"
-    on_hull = np.isin(known.numpy(), vertices.numpy())
+    on_hull = np.isin(run.clients.ids, vertices.numpy())
     with drawn(run.folder / "hull.png", 7.6, 4.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
         if dim > 1:
@@ -261,13 +260,14 @@ def hull(run, known: Tensor, points: Tensor, vertices: Tensor) -> None:
         times_selected(right, run)
 
 
-def uncertainties(run, gamma: float) -> None:
+def uncertainties(run, state: dict) -> None:
     """For UEFL: the silos' uncertainties at the end of each iteration, and who is above the line.
 
-    Beside the bars are the codewords that a silo has had until then.
-
-    gamma  a silo gets codewords if its uncertainty is above (1 + gamma) times the smallest one
+    Beside the bars are the codewords that a silo has had until then. A silo gets more if its
+    uncertainty is above (1 + gamma) times the smallest one. Without a codebook nothing is drawn.
     """
+    if not run.args.codebook_size:
+        return
     ends = {row["iteration"]: row for row in run.rows if "uncertainties" in row}
     kind = "silo {}, turned {}°" if run.args.rotate else "silo {}, {}"
     file, m = run.folder / "uncertainties.png", run.clients.participating
@@ -277,7 +277,7 @@ def uncertainties(run, gamma: float) -> None:
         all_axes = figure.subplots(1, len(ends), squeeze=False, sharex=True, sharey=True)[0]
         for axes, row in zip(all_axes, ends.values(), strict=True):
             e = np.array(row["uncertainties"])
-            threshold = (1 + gamma) * e.min()
+            threshold = (1 + run.args.gamma) * e.min()
             axes.barh(names, e, color=np.where(e > threshold, COLOURS[3], "0.8"))
             for k, n in enumerate(row["codewords"]):
                 axes.text(0, k, f" {n:.0f} words", va="center")

@@ -7,7 +7,7 @@ import sys
 import time
 import zlib
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from common import UserError, first_line, ranks, train
 from common.data import Dataset
 from common.runner import plots
-from common.runner.measures import MEASURES, span
+from common.runner.measures import MEASURES
 from common.splits import Clients
 
 SAVE_EVERY = 30  # seconds between two checkpoints, at least
@@ -30,31 +30,46 @@ MAY_CHANGE = ("resume", "device", "data_dir", "processes")  # flags that a resum
 KEPT = ("state", "rows", "best", "confusion")  # what a checkpoint has, beside the facts
 
 
+def most_rounds(args: Namespace) -> int:
+    """The rounds of a run, or of UEFL the most, because it ends if no client is uncertain."""
+    return args.rounds + (getattr(args, "iterations", 1) - 1) * getattr(args, "later_rounds", 0)
+
+
 class Run:
     """A run and its folder args.out: args.json, metrics.csv, checkpoint.pt, model.pt and pictures.
 
-    A method that chooses among the models of its rounds leaves the chosen one in best_id.pt, too.
+    choose  a column of metrics.csv: the model of the first round with its largest value is left as
+            best_id.pt, too
 
-    state  what the last finished round gave to record(), for the next one; empty in a new run
-    rows   what metrics.csv holds, one dict per round, with numbers as numbers and lists as lists
-    t      the last finished round; within a round, that round
-    evaluate_now  whether the accuracies of this round are to be measured
-    facts  flags, data and code, which must be the same in all ranks and in a resumed run
+    state   what federate() yielded last, for the next round; {} in a new run. Its "w" or "theta" is
+            the model
+    rows    what metrics.csv holds, one dict per round, with numbers as numbers and lists as lists
+    t       the last finished round
+    facts   flags, data and code, which must be the same in all ranks and in a resumed run
 
-    Raises UserError if they differ in the ranks, or from those of the checkpoint in the folder.
+    Makes the folder and starts the clock. Raises UserError if the folder is taken, or if the facts
+    differ in the ranks, or from those of the checkpoint in the folder.
     """
 
-    def __init__(self, args: Namespace, data: Dataset, clients: Clients, model: nn.Module, device):
+    def __init__(
+        self,
+        args: Namespace,
+        data: Dataset,
+        clients: Clients,
+        model: nn.Module,
+        device: torch.device,
+        choose: str | None = None,
+    ):
         self.args, self.data, self.clients, self.folder = args, data, clients, Path(args.out)
-        self.state, self.rows, self.t, self.evaluate_now = {}, [], 0, False
-        self.best = None  # the best candidate so far, [P]
+        self.model, self.choose = model, choose
+        self.state, self.rows, self.t = {}, [], 0
+        self.best = None  # the chosen weights so far, [P]
         self.confusion = None  # of the last evaluation, [classes, classes]
         self.facts = {"data": data.fingerprint(), **vars(args)}
         for flag in (*MAY_CHANGE, "out", "name", "is_example", "method_rounds"):
             self.facts.pop(flag, None)
         self.started = time.monotonic()
         self.save_at = 0.0  # the first round is saved at once
-        self.bar = None
         checkpoint = self.folder / "checkpoint.pt"
         if args.resume and checkpoint.exists():
             self._restore(checkpoint, device)
@@ -63,6 +78,7 @@ class Run:
         if self.t:
             others["checkpoint"] = zlib.crc32(checkpoint.read_bytes())
         ranks.agree({**self.facts, **others})
+        self._open()
 
     def _restore(self, file: Path, device: torch.device) -> None:
         """Takes up what the checkpoint in this file holds."""
@@ -78,24 +94,11 @@ class Run:
         self.t = self.rows[-1]["round"]
         self.started -= self.rows[-1]["seconds"]
 
-    def rounds(self, until: int) -> Iterator[int]:
-        """The rounds from the first one that is not finished to `until`."""
-        self._open()
-        self.bar.total = until
-        while self.t < until:
-            self.t += 1
-            self.bar.set_description(f"{self.args.name} round {self.t}/{until}", refresh=False)
-            self.evaluate_now = self.t % self.args.evaluate_every == 0 or self.t == until
-            yield self.t
-            self.progress(1)
-
     def _open(self) -> None:
-        """Makes the folder and starts the clock, unless this has been done."""
-        if self.bar:
-            return
+        """Makes the folder and the progress bar."""
         self.bar = tqdm(
             desc=f"{self.args.name} round {self.t}",
-            total=self.args.rounds,
+            total=most_rounds(self.args),
             initial=self.t,
             bar_format="{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
             mininterval=0.2 if sys.stderr.isatty() else 60,
@@ -117,46 +120,37 @@ class Run:
                 title = "turned by {}°" if self.args.rotate else "domain {}"
                 plots.samples(self.folder / "samples.png", self.data, title)
 
-    def progress(self, share: float) -> None:
-        """Moves the clock by this share of a round. Training before round 1 counts as none."""
-        self._open()
-        self.bar.update(min(share, self.t - self.bar.n))
+    def progress(self, t: int, share: float) -> None:
+        """Moves the clock by this share of round t. Training before round 1 counts as none."""
+        self.bar.set_description(f"{self.args.name} round {t}/{self.bar.total}", refresh=False)
+        self.bar.update(min(share, t - self.bar.n))
 
-    def record(
-        self,
-        t: int,
-        state: dict,
-        selected: Tensor,
-        candidate: Tensor | None = None,
-        confusion: Tensor | None = None,
-        **values,
-    ) -> None:
-        """Ends round t: adds a row to metrics.csv, shows it, and saves from time to time.
+    def record(self, state: dict, row: dict) -> None:
+        """Ends a round: adds a row to metrics.csv, shows it, and saves from time to time.
 
-        state      what the next round and a resumed run need, as numbers and tensors by name
-        selected   the ids of the clients that have trained, int64 [k]
-        candidate  weights [P]; those of the first round with the largest id_accuracy are saved as
-                   best_id.pt
-        confusion  how many samples of class i are called j, [classes, classes]: the last one is
-                   saved and drawn at the end, and the row has its columns' sums as `predicted`,
-                   and its diagonal as `hits`
-        values     the row's other columns, each a number or numbers: tensors, arrays, lists, tuples
+        state  what the next round and a resumed run need, as numbers and tensors by name; "t" is
+               the round that has ended
+        row    columns of metrics.csv, each a number or numbers: tensors, arrays, lists, tuples.
+               `confusion`, how many samples of class i are called j, [classes, classes], is saved
+               and drawn at the end, and the row has its columns' sums as `predicted`, and its
+               diagonal as `hits`
 
         Raises UserError if a value is something else, or if a resumed run could not read the state.
         """
-        self.state = state
+        self.state, self.t, row = state, state["t"], dict(row)
+        confusion = row.pop("confusion", None)
         if confusion is not None:
             self.confusion = confusion
-            values |= {"predicted": confusion.sum(0), "hits": confusion.diagonal()}
-        row = {"round": t, "seconds": round(time.monotonic() - self.started, 2)}
-        values = {"selected": selected, **values}
-        row |= {column: _plain(v, column) for column, v in values.items() if v is not None}
-        self.rows.append(row)
-        if candidate is not None and self.best_row() is row:
-            self.best = candidate.clone()  # a method may go on in place, as with +=
+            row |= {"predicted": confusion.sum(0), "hits": confusion.diagonal()}
+        seconds = round(time.monotonic() - self.started, 2)
+        row = {column: _plain(value, column) for column, value in row.items()}
+        self.rows.append({"round": self.t, "seconds": seconds, **row})
+        if self.choose in row and self.best_row() is self.rows[-1]:
+            self.best = weights_in(state).clone()  # a method may go on in place, as with +=
         columns = dict.fromkeys(column for row in self.rows for column in row)
         cells = [[_cell(row.get(column, "")) for column in columns] for row in self.rows]
         self._write("metrics.csv", _csv([columns, *cells]))
+        self.bar.update(self.t - self.bar.n)
         self.bar.set_postfix_str(_short(row), refresh=False)
         if time.monotonic() > self.save_at:
             self.save()
@@ -170,20 +164,24 @@ class Run:
             try:  # on meta, which leaves out the numbers
                 torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location="meta")
             except UnpicklingError as e:
-                wrong = "record() got a state with something else than numbers and tensors"
+                wrong = "federate() yielded a state with something else than numbers and tensors"
                 raise UserError(f"{wrong}: no run could resume from it ({first_line(e)})") from e
         took = time.monotonic() - began
         self.save_at = began + SAVE_EVERY * max(1, took / 0.3)  # at most a hundredth of the time
 
-    def finish(self, model: nn.Module, theta: Tensor) -> "Run":
-        """Saves the last checkpoint, and the model with weights theta. Returns this run.
+    def finish(self, draw: Callable[["Run", dict], None] | None = None) -> "Run":
+        """Saves the last checkpoint, the model, and the method's picture. Returns this run.
 
-        If there were candidates, the best one is saved, too, and both are named.
+        draw  called with this run and its last state
         """
         self.bar.close()
+        if self.t < self.bar.total:
+            print(f"{self.args.name} has ended after round {self.t} of at most {self.bar.total}")
         self.save()
+        if draw:
+            draw(self, self.state)
         if self.best is not None:
-            self._save_model("best_id.pt", model, self.best)
+            self._save_model("best_id.pt", self.best)
             for file, row in (("model.pt", self.rows[-1]), ("best_id.pt", self.best_row())):
                 print(f"{self.args.name}: {file} is of round {row['round']}, {_short(row)}")
         if self.confusion is not None:
@@ -193,40 +191,26 @@ class Run:
             lines = [header, *([name, *counts] for name, counts in rows)]
             self._write("confusion.csv", _csv(lines))
             plots.confusion(self.folder / "confusion.png", self.confusion, classes)
-        self._save_model("model.pt", model, theta)
-        self._write("about.txt", self._setting(len(theta)))
-        self.state = {}  # a table of updates may be large, and the next seed has its own
+        self._save_model("model.pt", weights_in(self.state))
+        self.state, self.model = {}, None  # a table of updates may be large
         return self
 
-    def _setting(self, weights: int) -> str:
-        """What a report has to say about this run as it came out, with so many weights."""
-        args, clients = self.args, self.clients
-        sizes = clients.sizes[clients.ids].long()
-        steps = args.local_epochs * (sizes / args.batch_size).ceil().long()
-        train = [len(row["selected"]) for row in self.rows]
-        return (
-            f"{len(sizes)} of {len(clients.train)} clients participate, with {span(sizes)} "
-            f"training samples each (by class: partition.png), and {span(train)} train per round. "
-            f"The model, {args.model}, has {weights:,} weights at the end. In {self.t} rounds a "
-            f"client trains for {args.local_epochs} epochs with batches of {args.batch_size}, "
-            f"which are {span(steps)} steps of {args.optimizer} with learning rate {args.lr:g}.\n"
-        )
-
     def best_row(self) -> dict:
-        """The row of the first round with the largest id_accuracy."""
-        return max(self.rows, key=lambda row: row.get("id_accuracy", -1))
+        """The row of the first round with the largest value of the chosen column."""
+        return max(self.rows, key=lambda row: row.get(self.choose, -1))
 
-    def _save_model(self, name: str, model: nn.Module, theta: Tensor) -> None:
-        train.set_weights(model, theta)
-        self._write(name, {key: t.cpu() for key, t in model.state_dict().items()})
-
-    def draw(self, name: str, *values) -> None:
-        """Draws the picture `name`.png of this run with the function of plots.py of that name."""
-        getattr(plots, name)(self, *values)
+    def _save_model(self, name: str, theta: Tensor) -> None:
+        train.set_weights(self.model, theta)
+        self._write(name, {key: t.cpu() for key, t in self.model.state_dict().items()})
 
     def _write(self, name: str, content: str | dict) -> None:
         if ranks.RANK == 0:
             write_whole(self.folder / name, content)
+
+
+def weights_in(state: dict) -> Tensor:
+    """The model's weights [P] in what federate() yields: some papers call them w, others theta."""
+    return state["w"] if "w" in state else state["theta"]
 
 
 def write_whole(file: Path, content: str | dict) -> None:
