@@ -8,6 +8,7 @@ Their input is images, float32 [N, channels, height, width] in -1..1.
 
 from functools import partial
 from itertools import pairwise
+from textwrap import shorten
 
 import torch
 import torch.nn as nn
@@ -48,10 +49,11 @@ def build(
                 to multiples of 8
     dropout     probability of the dropout layers before both linear layers of a classifier with a
                 hidden layer
-    pretrained  for torchvision's: "imagenet" (downloaded on first use), or a file with such
-                weights. A ResNet's batch norm then uses its stored statistics. Without pretrained
-                weights, group norm replaces it, because its result does not depend on the other
-                samples in a batch. VGG16 has ordinary batch norm in both cases
+    pretrained  for torchvision's: "imagenet" (downloaded on first use), or a file with weights of
+                the same network, for VGG16 the one with batch norm. A ResNet's batch norm then uses
+                its stored statistics. Without pretrained weights, group norm replaces it, because
+                its result does not depend on the other samples in a batch. VGG16 has ordinary batch
+                norm in both cases
 
     Draws the weights from torch's global generator. Raises UserError if name, shape or weights do
     not fit together.
@@ -155,7 +157,7 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
 
 
 def _from_torchvision(name: str, channels: int, pretrained: str) -> nn.Module:
-    """A ResNet, or the convolutions of VGG16 with batch norm (Zhang et al., table 11).
+    """A ResNet, or VGG16's convolutions with batch norm, which Zhang et al.'s table 11 implies.
 
     The last layer of the ResNet is linear, and as wide as its input (Guo et al., section 5.1).
     """
@@ -163,33 +165,48 @@ def _from_torchvision(name: str, channels: int, pretrained: str) -> nn.Module:
     from torchvision.transforms import v2
 
     if name == "vgg16":
-        net, weights = models.vgg16_bn(), models.VGG16_BN_Weights.IMAGENET1K_V1
+        net = models.vgg16_bn()
+        weights = models.VGG16_BN_Weights
+        del net.classifier
     else:
         norm = FrozenBatchNorm2d if pretrained else partial(GroupNorm, 32)
         net = models.get_model(name, norm_layer=norm)
-        weights = models.get_model_weights(name).IMAGENET1K_V1  # the papers use these
+        weights = models.get_model_weights(name)
+        del net.fc
         if channels == 1 and not pretrained:
             net.conv1 = nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
     if pretrained:
-        try:
-            if pretrained == "imagenet":
-                state = weights.get_state_dict(check_hash=True)
-            else:
-                state = torch.load(pretrained)
-            net.load_state_dict(state)
-        except Exception as e:  # many types; UnpicklingError's text advises an unsafe load
-            raise UserError(
-                f"--pretrained: the weights of {name} cannot be loaded from {pretrained} "
-                f"({type(e).__name__}): with no network, download {weights.url} elsewhere and "
-                "give the file's path"
-            ) from e
+        _load(net, pretrained, weights.IMAGENET1K_V1)  # as in Guo et al.'s published code
     if name == "vgg16":
         net = net.features
     else:
-        width = net.fc.in_features
-        net.fc = nn.Linear(width, width)
+        net.fc = nn.Linear(TORCHVISION[name], TORCHVISION[name])
     if not pretrained:
         return net
-    # ((x + 1) / 2 - mean) / std with ImageNet's mean and std, for x in -1..1
-    normalise = v2.Normalize([-0.03, -0.088, -0.188], [0.458, 0.448, 0.45])
-    return nn.Sequential(normalise, net)  # grey images become three equal channels
+    # ((x + 1) / 2 - mean) / std with ImageNet's mean and std, for x in -1..1. Grey images become
+    # three equal channels
+    return nn.Sequential(v2.Normalize([-0.03, -0.088, -0.188], [0.458, 0.448, 0.45]), net)
+
+
+def _load(net: nn.Module, pretrained: str, weights) -> None:
+    """Loads torchvision's `weights`, or those in a file, into `net`, which lacks its last layers.
+
+    The file has a state dict, or a checkpoint that holds one as "state_dict" or "model". Raises
+    UserError, which says why the weights cannot be downloaded, or read, or do not fit.
+    """
+    try:
+        if pretrained == "imagenet":
+            tip = "with no network, give the path of a file downloaded elsewhere from"
+            state = weights.get_state_dict(check_hash=True)
+        else:
+            tip = "give a file of tensors, with names and shapes as in"
+            state = torch.load(pretrained, "cpu")  # by default, it runs no code of the file
+            state = state.get("state_dict", state.get("model", state))
+        nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
+        last = "fc.", "classifier."  # net has another layer there, or none
+        net.load_state_dict({k: v for k, v in state.items() if not k.startswith(last)})
+    except Exception as e:  # many types; UnpicklingError's text advises an unsafe load
+        why = shorten(str(e), 300) if isinstance(e, (OSError, RuntimeError)) else type(e).__name__
+        raise UserError(
+            f"--pretrained: weights cannot be loaded from {pretrained} ({why}): {tip} {weights.url}"
+        ) from e
