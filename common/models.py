@@ -42,6 +42,7 @@ def build(
     width: float = 1.0,
     dropout: float = 0.0,
     pretrained: str = "",
+    pooled: bool = True,
 ) -> Classifier:
     """The model called `name` for images of `shape` (channels, height, width).
 
@@ -54,6 +55,8 @@ def build(
                 its stored statistics. Without pretrained weights, group norm replaces it, because
                 its result does not depend on the other samples in a batch. VGG16 has ordinary batch
                 norm in both cases
+    pooled      if false, a ResNet's features are the map before its average pooling, whose places
+                are UEFL's tokens (Zhang et al., section 3.1). It changes no other model
 
     Draws the weights from torch's global generator. Raises UserError if name, shape or weights do
     not fit together.
@@ -73,7 +76,7 @@ def build(
     elif name == "resblocks":
         features = _resblocks(shape[0], scaled(128), scaled(256), scaled(512))
     else:
-        features = _from_torchvision(name, shape[0], pretrained)
+        features = _from_torchvision(name, shape[0], pretrained, pooled)
     try:
         with torch.no_grad():
             example = features.eval()(torch.zeros(1, *shape))
@@ -85,7 +88,8 @@ def build(
         layers = [nn.Linear(example.numel(), classes)]
     else:
         hidden = TORCHVISION.get(name, scaled(512))
-        activation = nn.GELU() if name in ("resblocks", "vgg16") else nn.ReLU()
+        # As in Zhang et al.'s published code, GELU follows maps, except McMahan et al.'s
+        activation = nn.ReLU() if name == "cnn" or example.dim() == 2 else nn.GELU()
         layers = [
             nn.Dropout(dropout),
             nn.Linear(example.numel(), hidden),
@@ -156,10 +160,10 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
         return super().train(False)
 
 
-def _from_torchvision(name: str, channels: int, pretrained: str) -> nn.Module:
+def _from_torchvision(name: str, channels: int, pretrained: str, pooled: bool) -> nn.Module:
     """A ResNet, or VGG16's convolutions with batch norm, which Zhang et al.'s table 11 implies.
 
-    The last layer of the ResNet is linear, and as wide as its input (Guo et al., section 5.1).
+    A pooled ResNet ends with a linear layer as wide as its input (Guo et al., section 5.1).
     """
     from torchvision import models  # here, because torchvision starts slowly
     from torchvision.transforms import v2
@@ -177,10 +181,10 @@ def _from_torchvision(name: str, channels: int, pretrained: str) -> nn.Module:
             net.conv1 = nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
     if pretrained:
         _load(net, pretrained, weights.IMAGENET1K_V1)  # as in Guo et al.'s published code
-    if name == "vgg16":
-        net = net.features
-    else:
+    if pooled and name != "vgg16":
         net.fc = nn.Linear(TORCHVISION[name], TORCHVISION[name])
+    else:
+        net = nn.Sequential(*net.children())[:-1]  # without the last layer, average pooling
     if not pretrained:
         return net
     # ((x + 1) / 2 - mean) / std with ImageNet's mean and std, for x in -1..1. Grey images become

@@ -77,6 +77,27 @@ def test_pretrained_weights_give_torchvisions_features_with_frozen_statistics(tm
     assert torch.allclose(found, theirs.eval()(normalised), atol=1e-4)
 
 
+@pytest.mark.parametrize(("size", "places"), [(96, 3), (224, 7)])
+def test_a_resnet_that_is_not_pooled_ends_with_a_map(size, places):
+    model = build("resnet18", (3, size, size), 5, pooled=False).eval()
+    x = torch.rand(1, 3, size, size)
+    z = model.features(x)
+    assert z.shape == (1, model.dim, places, places) and model.dim == 512
+    assert torch.equal(model.classifier(z.flatten(2)), model(x)), "as UEFL passes tokens"
+    layers = [type(layer) for layer in model.classifier]
+    assert layers == [nn.Flatten, nn.Dropout, nn.Linear, nn.GELU, nn.Dropout, nn.Linear]
+
+
+def test_the_mean_of_the_map_is_torchvisions_pooled_vector(tmp_path):
+    theirs = with_other_statistics(torchvision.models.resnet18())
+    torch.save(theirs.state_dict(), tmp_path / "weights.pth")
+    ours = build("resnet18", (3, 64, 64), 5, pretrained=str(tmp_path / "weights.pth"), pooled=False)
+    theirs.fc = nn.Identity()
+    image = torch.rand(2, 3, 64, 64)
+    found = ours.features(image * 2 - 1).mean((2, 3))
+    assert torch.allclose(found, theirs.eval()(NORMALISE(image)), atol=1e-4)
+
+
 @pytest.mark.parametrize("key", ["state_dict", "model", None])
 def test_weights_may_stand_in_a_checkpoint_of_a_parallel_run_on_other_classes(tmp_path, key):
     theirs = torchvision.models.resnet18(num_classes=7)
