@@ -8,6 +8,7 @@ Their input is images, float32 [N, channels, height, width] in -1..1.
 
 from functools import partial
 from itertools import pairwise
+from textwrap import shorten
 
 import torch
 import torch.nn as nn
@@ -41,6 +42,7 @@ def build(
     width: float = 1.0,
     dropout: float = 0.0,
     pretrained: str = "",
+    pooled: bool = True,
 ) -> Classifier:
     """The model called `name` for images of `shape` (channels, height, width).
 
@@ -48,10 +50,13 @@ def build(
                 to multiples of 8
     dropout     probability of the dropout layers before both linear layers of a classifier with a
                 hidden layer
-    pretrained  for torchvision's: "imagenet" (downloaded on first use), or a file with such
-                weights. A ResNet's batch norm then uses its stored statistics. Without pretrained
-                weights, group norm replaces it, because its result does not depend on the other
-                samples in a batch. VGG16 has ordinary batch norm in both cases
+    pretrained  for torchvision's: "imagenet" (downloaded on first use), or a file with weights of
+                the same network, for VGG16 the one with batch norm. A ResNet's batch norm then uses
+                its stored statistics. Without pretrained weights, group norm replaces it, because
+                its result does not depend on the other samples in a batch. VGG16 has ordinary batch
+                norm in both cases
+    pooled      if false, a ResNet's features are the map before its average pooling, whose places
+                are UEFL's tokens (Zhang et al., section 3.1). It changes no other model
 
     Draws the weights from torch's global generator. Raises UserError if name, shape or weights do
     not fit together.
@@ -71,7 +76,7 @@ def build(
     elif name == "resblocks":
         features = _resblocks(shape[0], scaled(128), scaled(256), scaled(512))
     else:
-        features = _from_torchvision(name, shape[0], pretrained)
+        features = _from_torchvision(name, shape[0], pretrained, pooled)
     try:
         with torch.no_grad():
             example = features.eval()(torch.zeros(1, *shape))
@@ -83,7 +88,8 @@ def build(
         layers = [nn.Linear(example.numel(), classes)]
     else:
         hidden = TORCHVISION.get(name, scaled(512))
-        activation = nn.GELU() if name in ("resblocks", "vgg16") else nn.ReLU()
+        # As in Zhang et al.'s published code, GELU follows maps, except McMahan et al.'s
+        activation = nn.ReLU() if name == "cnn" or example.dim() == 2 else nn.GELU()
         layers = [
             nn.Dropout(dropout),
             nn.Linear(example.numel(), hidden),
@@ -154,42 +160,57 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
         return super().train(False)
 
 
-def _from_torchvision(name: str, channels: int, pretrained: str) -> nn.Module:
-    """A ResNet, or the convolutions of VGG16 with batch norm (Zhang et al., table 11).
+def _from_torchvision(name: str, channels: int, pretrained: str, pooled: bool) -> nn.Module:
+    """A ResNet, or VGG16's convolutions with batch norm, which Zhang et al.'s table 11 implies.
 
-    The last layer of the ResNet is linear, and as wide as its input (Guo et al., section 5.1).
+    A pooled ResNet ends with a linear layer as wide as its input (Guo et al., section 5.1).
     """
     from torchvision import models  # here, because torchvision starts slowly
     from torchvision.transforms import v2
 
     if name == "vgg16":
-        net, weights = models.vgg16_bn(), models.VGG16_BN_Weights.IMAGENET1K_V1
+        net = models.vgg16_bn()
+        weights = models.VGG16_BN_Weights
+        del net.classifier
     else:
         norm = FrozenBatchNorm2d if pretrained else partial(GroupNorm, 32)
         net = models.get_model(name, norm_layer=norm)
-        weights = models.get_model_weights(name).IMAGENET1K_V1  # the papers use these
+        weights = models.get_model_weights(name)
+        del net.fc
         if channels == 1 and not pretrained:
             net.conv1 = nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
     if pretrained:
-        try:
-            if pretrained == "imagenet":
-                state = weights.get_state_dict(check_hash=True)
-            else:
-                state = torch.load(pretrained)
-            net.load_state_dict(state)
-        except Exception as e:  # many types; UnpicklingError's text advises an unsafe load
-            raise UserError(
-                f"--pretrained: the weights of {name} cannot be loaded from {pretrained} "
-                f"({type(e).__name__}): with no network, download {weights.url} elsewhere and "
-                "give the file's path"
-            ) from e
-    if name == "vgg16":
-        net = net.features
+        _load(net, pretrained, weights.IMAGENET1K_V1)  # as in Guo et al.'s published code
+    if pooled and name != "vgg16":
+        net.fc = nn.Linear(TORCHVISION[name], TORCHVISION[name])
     else:
-        width = net.fc.in_features
-        net.fc = nn.Linear(width, width)
+        net = nn.Sequential(*net.children())[:-1]  # without the last layer, average pooling
     if not pretrained:
         return net
-    # ((x + 1) / 2 - mean) / std with ImageNet's mean and std, for x in -1..1
-    normalise = v2.Normalize([-0.03, -0.088, -0.188], [0.458, 0.448, 0.45])
-    return nn.Sequential(normalise, net)  # grey images become three equal channels
+    # ((x + 1) / 2 - mean) / std with ImageNet's mean and std, for x in -1..1. Grey images become
+    # three equal channels
+    return nn.Sequential(v2.Normalize([-0.03, -0.088, -0.188], [0.458, 0.448, 0.45]), net)
+
+
+def _load(net: nn.Module, pretrained: str, weights) -> None:
+    """Loads torchvision's `weights`, or those in a file, into `net`, which lacks its last layers.
+
+    The file has a state dict, or a checkpoint that holds one as "state_dict" or "model". Raises
+    UserError, which says why the weights cannot be downloaded, or read, or do not fit.
+    """
+    try:
+        if pretrained == "imagenet":
+            tip = "with no network, give the path of a file downloaded elsewhere from"
+            state = weights.get_state_dict(check_hash=True)
+        else:
+            tip = "give a file of tensors, with names and shapes as in"
+            state = torch.load(pretrained, "cpu")  # by default, it runs no code of the file
+            state = state.get("state_dict", state.get("model", state))
+        nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
+        last = "fc.", "classifier."  # net has another layer there, or none
+        net.load_state_dict({k: v for k, v in state.items() if not k.startswith(last)})
+    except Exception as e:  # many types; UnpicklingError's text advises an unsafe load
+        why = shorten(str(e), 300) if isinstance(e, (OSError, RuntimeError)) else type(e).__name__
+        raise UserError(
+            f"--pretrained: weights cannot be loaded from {pretrained} ({why}): {tip} {weights.url}"
+        ) from e

@@ -1,3 +1,4 @@
+import argparse
 import copy
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 import torch.nn as nn
 import torchvision
 
+from common import UserError
 from common.models import GroupNorm, build
 
 
@@ -73,6 +75,67 @@ def test_pretrained_weights_give_torchvisions_features_with_frozen_statistics(tm
     normalised = NORMALISE(image.expand(2, 3, 64, 64))
     found = ours.train().features(image * 2 - 1)
     assert torch.allclose(found, theirs.eval()(normalised), atol=1e-4)
+
+
+@pytest.mark.parametrize(("size", "places"), [(96, 3), (224, 7)])
+def test_a_resnet_that_is_not_pooled_ends_with_a_map(size, places):
+    model = build("resnet18", (3, size, size), 5, pooled=False).eval()
+    x = torch.rand(1, 3, size, size)
+    z = model.features(x)
+    assert z.shape == (1, model.dim, places, places) and model.dim == 512
+    assert torch.equal(model.classifier(z.flatten(2)), model(x)), "as UEFL passes tokens"
+    layers = [type(layer) for layer in model.classifier]
+    assert layers == [nn.Flatten, nn.Dropout, nn.Linear, nn.GELU, nn.Dropout, nn.Linear]
+
+
+def test_the_mean_of_the_map_is_torchvisions_pooled_vector(tmp_path):
+    theirs = with_other_statistics(torchvision.models.resnet18())
+    torch.save(theirs.state_dict(), tmp_path / "weights.pth")
+    ours = build("resnet18", (3, 64, 64), 5, pretrained=str(tmp_path / "weights.pth"), pooled=False)
+    theirs.fc = nn.Identity()
+    image = torch.rand(2, 3, 64, 64)
+    found = ours.features(image * 2 - 1).mean((2, 3))
+    assert torch.allclose(found, theirs.eval()(NORMALISE(image)), atol=1e-4)
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model", None])
+def test_weights_may_stand_in_a_checkpoint_of_a_parallel_run_on_other_classes(tmp_path, key):
+    theirs = torchvision.models.resnet18(num_classes=7)
+    state = {f"module.{name}": tensor for name, tensor in theirs.state_dict().items()}
+    torch.save({key: state, "epoch": 90} if key else state, tmp_path / "weights.pth")
+    ours = build("resnet18", (3, 32, 32), 5, pretrained=str(tmp_path / "weights.pth"))
+    found = ours.features[1].state_dict()
+    for name, tensor in theirs.state_dict().items():
+        assert name.startswith("fc.") or torch.equal(found[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: {f"body.{k}": state[k] for k in state}, 'Missing key(s) in state_dict: "c'),
+        (lambda state: {**state, "more": torch.zeros(1)}, 'Unexpected key(s) in state_dict: "m'),
+        (lambda state: {**state, "conv1.weight": torch.zeros(64, 1, 7, 7)}, "[64, 1, 7, 7]"),
+        (lambda state: {"model": state, "flags": argparse.Namespace()}, "(UnpicklingError)"),
+        (lambda state: [state], "(AttributeError)"),
+    ],
+)
+def test_one_line_says_why_a_file_of_weights_does_not_fit(tmp_path, change, says):
+    file = str(tmp_path / "weights.pth")
+    torch.save(change(torchvision.models.resnet18().state_dict()), file)
+    with pytest.raises(UserError) as e:
+        build("resnet18", (3, 32, 32), 5, pretrained=file)
+    text = str(e.value)
+    assert f"cannot be loaded from {file} (" in text and says in text
+    assert "network" not in text and len(text.splitlines()) == 1
+
+
+def test_a_download_that_fails_says_what_to_do(monkeypatch):
+    def fails(*args, **kwargs):
+        raise OSError("no route")
+
+    monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", fails)
+    with pytest.raises(UserError, match=r"\(no route\): with no network, .*/resnet18-.*pth"):
+        build("resnet18", (3, 32, 32), 5, pretrained="imagenet")
 
 
 def test_vgg16_has_batch_norm_and_the_parameters_of_zhangs_table_11(tmp_path, monkeypatch):
