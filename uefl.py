@@ -332,9 +332,8 @@ def federate(args, clients, trainer, state):
 
 def build_model(args, shape, classes):
     """Lines 1 and 2: UEFL's model with the layers of a model of common/models.py."""
-    base = models.build(
-        args.model, shape, classes, args.width, args.dropout, pretrained=args.pretrained or ""
-    )
+    more = args.pretrained or ""
+    base = models.build(args.model, shape, classes, args.width, args.dropout, more, pooled=False)
     if not any(isinstance(layer, nn.Dropout) for layer in base.classifier):
         raise UserError(f"--model {args.model} has no dropout, so passes are equal: choose another")
     if base.dim % args.segments:
