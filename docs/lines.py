@@ -17,23 +17,22 @@ def build(method: str, page: str) -> str:
     """The page with its table. Raises ValueError if a line of the listing has no comment."""
     source = (ROOT / f"{method}.py").read_text().replace("|", r"\|")  # as a table wants it
     _, docstring, code = source.split('"""', 2)
-    links, named = defaultdict(list), []
-    for at, row in enumerate(code.splitlines(), docstring.count("\n") + 1):
+    found_in, named = defaultdict(list), []
+    for row in code.splitlines():
         statement, _, comment = row.partition("# ")
         if found := re.match(r"lines? (\d+(?:(?:, | and )\d+)*)", comment.lower()):
             named += re.findall(r"\d+", found[1])
         if statement.strip():
             for number in named:
-                links[number].append(f"[`{statement.strip()}`](../{method}.py#L{at})")
+                found_in[number].append(f"`{statement.strip()}`")
             named = []
     table = "| line | the paper | the code |\n| --- | --- | --- |\n"
     for number, entry in re.findall(r"^ {4} ?(\d+) {2}(.*\n(?: {8,}.*\n)*)", docstring, re.M):
-        if number not in links:
+        if number not in found_in:
             raise ValueError(f"{method}.py has no comment for line {number}")
-        columns = [re.split(r" {2,}", row.strip()) for row in entry.splitlines()]
-        text = " ".join(part for row in columns for part in row[:-1] or row)  # without the place
+        text = " ".join(row.strip() for row in entry.splitlines())
         indent = "&emsp;" * ((len(entry) - len(entry.lstrip())) // 4)
-        table += f"| {number} | {indent}`{text}` | {'<br>'.join(links[number])} |\n"
+        table += f"| {number} | {indent}`{text}` | {'<br>'.join(found_in[number])} |\n"
     before, mark, after = page.partition(MARK)
     return before + mark + table + re.sub(r"\A(\|.*\n)*", "", after)
 
