@@ -1,6 +1,6 @@
 """Draws round.png, a round of FedAvg and the step that each method changes.
 
-    python docs/pictures/round.py
+python docs/pictures/round.py
 """
 
 from pathlib import Path
@@ -31,9 +31,7 @@ def draw(file: Path) -> None:
     figure, axes = plt.subplots(figsize=(9.4, 4.4))
     for (x, y), step, (dx, dy), change in STEPS:
         corner = (x - WIDTH / 2, y - HEIGHT / 2)
-        axes.add_patch(
-            FancyBboxPatch(corner, WIDTH, HEIGHT, "round,pad=0.08", fc="0.94", ec="0.6")
-        )
+        axes.add_patch(FancyBboxPatch(corner, WIDTH, HEIGHT, "round,pad=0.08", fc="0.94", ec="0.6"))
         axes.text(x, y, step, ha="center", va="center", fontsize=9)
         side = 0 if x == 0 else 1.0 if x > 0 else -1.0  # outwards, away from the arrows
         place = {"ha": "center", "va": "center", "fontsize": 9, "color": "#d55e00"}
