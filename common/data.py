@@ -259,14 +259,15 @@ def image_folder(folder: Path, image_size: int) -> Dataset:
 
     text = f"{len(domains)} domains ({_few(domains)}), " if domains else ""
     text += f"{(~is_test).sum()} training and {is_test.sum()} test images"
-    text += ", drawn from all" if parts == [""] else ""
+    text += ", a fifth that was drawn" if parts == [""] else ""
     _say(f"{folder}: {len(classes)} classes ({_few(classes)}), {text}")
     owners = Counter(name for _, name in held)
     alone = set(domains) - {part for part, name in held if owners[name] > 1}
     if alone or len(held) < len(domains) * len(classes) / 2:
+        what = f"no class of {_few(sorted(alone))} is in another domain"
         _say(
-            f"{folder}: few or no classes of {_few(sorted(alone) or domains)} are in others: "
-            "right for a folder per client, but if these are classes, swap the two levels"
+            f"{folder}: {what if alone else 'most domains lack most classes'}: this is right for a "
+            "folder per client, but if the domains are classes, swap the two levels"
         )
 
     x, places = _decode(files, image_size), defaultdict(set)

@@ -175,7 +175,7 @@ def sort_images(root, folders):
 @pytest.mark.parametrize(
     ("folders", "classes", "domains", "train", "test", "says"),
     [
-        ("cat, dog", "cat dog", "", 16, 4, "drawn from all"),
+        ("cat, dog", "cat dog", "", 16, 4, "a fifth that was drawn"),
         ("kfold/a/cat, kfold/a/dog, kfold/b/cat", "cat dog", "a b", 30, 0, "stepped into .*kfold"),
         ("Training/cat, Training/dog, Testing/cat, Testing/dog", "cat dog", "", 20, 20, ""),
         ("s_train/x/cat, s_train/x/dog, s_test/cat, s_test/dog", "cat dog", "", 20, 20, "train/x"),
@@ -190,9 +190,16 @@ def sort_images(root, folders):
             "stepped into .*a/im",
         ),
         ("imagesTrain/a, imagesTrain/b, testB/a, testB/b", "a b", "", 20, 20, ""),
-        ("a/x, a/y, b/x, b/y, c/z", "x y z", "a b c", 50, 0, "no classes of c are in others"),
+        ("a/x, a/y, b/x, b/y, c/z", "x y z", "a b c", 50, 0, "no class of c is in another"),
         ("a/x, a/y, b/y, b/z, c/x, c/z", "x y z", "a b c", 60, 0, ""),
-        ("a/v, a/w, b/w, b/x, c/x, c/y, d/y, d/z", "v w x y z", "a b c d", 80, 0, "of a, b, c, d"),
+        (
+            "a/v, a/w, b/w, b/x, c/x, c/y, d/y, d/z",
+            "v w x y z",
+            "a b c d",
+            80,
+            0,
+            "most domains lack most",
+        ),
     ],
 )
 def test_a_layout_is_understood(tmp_path, capsys, folders, classes, domains, train, test, says):
@@ -202,7 +209,7 @@ def test_a_layout_is_understood(tmp_path, capsys, folders, classes, domains, tra
     assert (len(data.train), len(data.test)) == (train, test)
     assert torch.cat([data.train, data.test]).unique().tolist() == [*range(train + test)]
     said = capsys.readouterr().err
-    assert re.search(says, said) and ("swap" in said) == ("are in others" in said)
+    assert re.search(says, said) and ("swap" in said) == ("class" in says or "lack" in says)
 
 
 @pytest.mark.parametrize(
