@@ -14,7 +14,8 @@ from helpers import ROOT, draw_images, make_tiny, settings
 import convex_hull_select
 import fedavg
 from common import UserError
-from common.data import Dataset, image_folder
+from common.data import Dataset
+from common.folders import image_folder
 from common.runner import plots
 from common.splits import deal
 
@@ -108,4 +109,4 @@ def test_all_images_that_cannot_be_read_are_listed(tmp_path):
 def test_one_class_missing_in_one_domain_is_no_mistake(tmp_path):
     draw_images(tmp_path / "pets", parts=("a", "b"), n=2)
     draw_images(tmp_path / "pets", parts=("c",), classes=("cat",), n=2)
-    assert len(image_folder(tmp_path / "pets", 8).domains) == 3
+    assert len(image_folder(tmp_path / "pets", 8)["domains"]) == 3

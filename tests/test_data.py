@@ -17,7 +17,8 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import rotate
 
 from common import UserError
-from common.data import COLOURS, PUBLIC, _alone, image_folder, load, rotated
+from common.data import COLOURS, PUBLIC, _alone, load, rotated
+from common.folders import image_folder
 from common.glyphs import FONTS, glyphs
 
 
@@ -137,7 +138,7 @@ def test_folder_of_domains_and_the_files_in_it_that_are_left_out(pets, capsys):
     for place in places:
         (pets / place).parent.mkdir(parents=True, exist_ok=True)
         (pets / place).write_bytes((pets / "photo/cat/0.png").read_bytes())
-    assert len(image_folder(pets, 8).x) == 12
+    assert len(image_folder(pets, 8)["x"]) == 12
     assert "left out 6 files" in capsys.readouterr().err
 
 
@@ -148,7 +149,7 @@ def test_a_link_to_a_folder_is_refused_and_one_to_an_image_is_followed(pets):
         image_folder(pets, 8)
     link.unlink()
     link.with_suffix(".png").symlink_to(pets / "sketch/dog/0.png")
-    assert image_folder(pets, 8).x[3, 0, 0, 0] == 140
+    assert image_folder(pets, 8)["x"][3, 0, 0, 0] == 140
 
 
 def test_all_images_that_cannot_be_read_are_told_in_one_line(pets):
@@ -244,15 +245,13 @@ def test_bad_folders_are_named(tmp_path, folders, says):
 
 def test_labels_that_differ_in_a_sign_are_two_classes(tmp_path):
     sort_images(tmp_path, "-1, 1")
-    assert image_folder(tmp_path, 8).classes == ["-1", "1"]
+    assert image_folder(tmp_path, 8)["classes"] == ["-1", "1"]
 
 
 def test_the_test_images_of_a_folder_without_a_test_set_are_always_the_same(tmp_path):
     sort_images(tmp_path, "cat, dog")
     a, b = (image_folder(tmp_path, 8) for _ in range(2))
-    assert (
-        torch.equal(a.x, b.x) and torch.equal(a.test, b.test) and a.fingerprint() == b.fingerprint()
-    )
+    assert all(torch.equal(a[part], b[part]) for part in ("x", "train", "test"))
 
 
 def test_images_that_are_in_two_places_are_counted(tmp_path, capsys):
@@ -396,7 +395,7 @@ def test_images_of_other_kinds_look_as_a_person_sees_them(tmp_path):
     turned.save(folder / "2.jpg", exif=exif)
     Image.new("P", (16, 16), 0).save(folder / "3.gif", transparency=0)
     Image.new("CMYK", (16, 16), (0, 255, 255, 0)).save(folder / "4.jpg")
-    transparent, upright, gif, printed = image_folder(tmp_path, 16).x
+    transparent, upright, gif, printed = image_folder(tmp_path, 16)["x"]
     assert (transparent[:, 8, 8] == 255).all() and (transparent[:, 0, 0] == 0).all()
     assert upright[:, :6].min() > 200 and upright[:, 10:].max() < 50
     assert (gif == 255).all() and printed[0].min() > 200 and printed[1:].max() < 50
@@ -480,5 +479,5 @@ def test_a_photograph_whose_resolution_is_no_number_is_turned_and_read(tmp_path)
     content, unsigned, signed = file.read_bytes(), b"\x01\x1a\x00\x05", b"\x01\x1a\x00\x0a"
     content = content.replace(struct.pack(">II", 72, 1), struct.pack(">ii", -1, 0))
     file.write_bytes(content.replace(unsigned, signed))
-    (upright,) = image_folder(tmp_path, 16).x
+    (upright,) = image_folder(tmp_path, 16)["x"]
     assert upright[:, :6].min() > 200 and upright[:, 10:].max() < 50
