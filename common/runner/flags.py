@@ -8,6 +8,7 @@ from argparse import BooleanOptionalAction
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from types import ModuleType
 
 from common import UserError, data, first_line, models
 from common.runner.runs import MAY_CHANGE, MAY_GROW
@@ -195,6 +196,14 @@ def parse(
     args.code = hashlib.sha1(b"".join(source.read_bytes() for source in sources)).hexdigest()
     if resume and defaults.get("code") != args.code:
         raise UserError(f"{resume} belongs to other code: use that, or start a new run")
+    return args
+
+
+def defaults(method: ModuleType, words: str = "") -> argparse.Namespace:
+    """The flags of one run of a method, such as fedavg, with these words of a command line."""
+    own = method.SETTINGS, method.SMALL, method.own_flags
+    args = parse(method.__file__, method.__doc__, *own, words.split())
+    args.seed = args.seed[0]
     return args
 
 
