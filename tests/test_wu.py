@@ -283,20 +283,15 @@ def test_the_statistics_of_batch_norm_move_the_model_and_select_nobody(start, me
     assert t == 3 and differs, "with the statistics, others would have been selected"
 
 
-def test_with_everybody_selected_and_equal_weights_all_are_fedavg(start):
-    everyone = CUT + "--sample 6 --weighting equal "
-    expected = kept(start(fedavg, everyone))["w"]
-    for method in METHODS:
-        more = "--hull-dim 5" if method is convex_hull_select else ""
-        found = kept(start(method, f"{everyone} {more} --out {method.__name__}"))["w"]
-        assert torch.allclose(found, expected, atol=1e-6)
-
-
-def test_their_random_baseline_is_fedavg(start):
-    both = CUT + "--sample 2 --weighting equal "
-    expected = kept(start(fedavg, both))["w"]
-    found = kept(start(minimax_select, both + "--selection random --out random"))["w"]
-    assert torch.allclose(found, expected, atol=1e-6)
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [(entropy_weighting, 6), (minimax_select, 6), (convex_hull_select, "6 --hull-dim 5"),
+     (minimax_select, "2 --selection random")],
+)  # fmt: skip
+def test_with_everybody_or_random_clients_and_equal_weights_all_are_fedavg(start, method, more):
+    both = f"{CUT} --weighting equal --sample {more}"
+    expected = kept(start(fedavg, both.split(" --hull")[0] + " --out fedavg"))["w"]
+    assert torch.allclose(kept(start(method, both))["w"], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
