@@ -92,8 +92,8 @@ class UEFL(nn.Module):
 class ExtensibleCodebook(nn.Module):
     """Replaces each segment of a token by the nearest codeword that the client may use.
 
-    size              v, codewords at the start; with 0, tokens are returned unchanged, with L_code
-                      0 and no indices
+    size              v, codewords at the start; with 0, tokens are returned unchanged, but in the
+                      codewords' type, with L_code 0 and no indices
     dim, segments     d, the channels of a token, and s, the parts that it is cut into; s divides d
     commitment, beta  weights of ||sg(c) - z||^2, which pulls tokens to codewords, and of
                       ||c - sg(z)||^2, which pulls codewords to tokens
@@ -119,7 +119,7 @@ class ExtensibleCodebook(nn.Module):
         The backward pass copies the gradient from the output to the tokens. Raises ValueError for a
         wrong `may_use`.
         """
-        v = len(self.codewords)
+        v, tokens = len(self.codewords), tokens.to(self.codewords.dtype)  # bfloat16 under autocast
         if not v:
             return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
         if may_use is None:
@@ -127,7 +127,7 @@ class ExtensibleCodebook(nn.Module):
         if may_use.dtype != torch.bool or may_use.shape != (v,) or not may_use.any():
             raise ValueError(f"may_use must be bool [{v}] with at least one True")
         with torch.autocast(tokens.device.type, enabled=False):
-            z = tokens.to(self.codewords.dtype).reshape(-1, self.codewords.shape[1])
+            z = tokens.reshape(-1, self.codewords.shape[1])
             distances = torch.cdist(z, self.codewords, compute_mode=EXACT)
             indices = distances.masked_fill(~may_use, torch.inf).argmin(1)  # line 13, equation 4
             c = self.codewords[indices]

@@ -145,27 +145,47 @@ def test_the_plain_loop_selects_as_equation_16_and_weights_as_equation_14():
     assert torch.allclose(model[1].running_mean, by_hand[1].running_mean, atol=1e-5)
 
 
+def with_batch_norm(uefl):
+    """The example's model, with batch norm in its encoder, which the user's own may have."""
+    model = uefl.Model()
+    model.encoder.append(torch.nn.BatchNorm1d(16))
+    return model
+
+
 def test_the_codebook_example_averages_as_by_hand():
     uefl, clients = example("uefl_codebook"), some_clients()[:3]
-    model, first = uefl.Model(), torch.arange(6) < 4
-    allowed = uefl.give_codewords(model, clients, torch.ones(3, 4, dtype=torch.bool), k=1, v=2)
-    assert torch.equal(allowed, torch.stack([first, first | True, first]))
-    weights = [uefl.local_training(model, x, y, allowed[k]) for k, (x, y) in enumerate(clients)]
-    uefl.average(model, weights, torch.tensor([20.0, 25.0, 30.0]), allowed)
-    for name, value in model.state_dict().items():
-        stacked = np.stack([w[name].numpy() for w in weights])
-        by_hand = np.average(stacked, axis=0, weights=[20, 25, 30])
-        if name == "codebook.codewords":
-            by_hand[4:] = stacked[1, 4:]  # those of client 1 alone
-        assert np.allclose(value.numpy(), by_hand, atol=1e-6), name
+    model, first = with_batch_norm(uefl), torch.arange(6) < 4
+    may_use = uefl.give_codewords(model, clients, torch.ones(3, 4, dtype=torch.bool), k=1, v=2)
+    assert torch.equal(may_use, torch.stack([first, first | True, first]))
+    trained = [uefl.local_training(model, *client, may_use[k]) for k, client in enumerate(clients)]
+    before, thetas, n = uefl.get_weights(model), torch.stack(trained), torch.tensor([20, 25, 30])
+    theta = uefl.average(before, thetas, n, uefl.uses(model, may_use))
+    uefl.set_weights(model, thetas[1])
+    words = model.codebook.codewords[4:].detach().clone()  # those of client 1 alone
+    uefl.set_weights(model, torch.from_numpy(np.average(thetas, axis=0, weights=n)))
+    model.codebook.codewords.data[4:] = words
+    assert torch.allclose(theta, uefl.get_weights(model), atol=1e-6)
+
+
+def test_measuring_the_codebook_examples_uncertainty_changes_no_statistics():
+    uefl = example("uefl_codebook")
+    model, (x, _), may_use = with_batch_norm(uefl), some_clients()[0], torch.arange(4) > 0
+    uefl.set_weights(model, uefl.local_training(model, 9 * x, torch.zeros(20).long(), may_use))
+    before = uefl.get_weights(model)
+    one, other = (uefl.uncertainty(model, x, may_use) for _ in range(2))
+    assert torch.equal(uefl.get_weights(model), before) and one != other, "dropout stays on"
+    model.classifier[0].p = 0.0
+    p = model.eval()(x, may_use)[0].softmax(1).detach()
+    expected = scipy.stats.entropy(p, axis=1).mean()
+    assert uefl.uncertainty(model, x, may_use).item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_plain_loop_and_the_codebook_example_leave_out_a_client_that_returns_nan():
     loop, uefl, clients = example("without_a_framework"), example("uefl_codebook"), some_clients()
     clients[1][0].fill_(torch.nan)
-    plain, book = loop.new_model(), uefl.Model()
+    plain, book = loop.new_model(), with_batch_norm(uefl)
     loop.federate(plain, clients, lambda table: torch.tensor([1, 4]), rounds=2)
-    uefl.federate(book, clients[:3], iterations=2, rounds=1, gamma=0, v=2)
+    uefl.federate(book, clients[:3], iterations=1, rounds=2, gamma=0, v=2)
     for model in (plain, book):
         assert all(value.isfinite().all() for value in model.state_dict().values())
 

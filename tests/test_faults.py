@@ -1,51 +1,29 @@
-"""Clients with unusable uploads, and a server that survives them."""
+"""A client that diverges ends the run, and what has been computed stays."""
 
 import pytest
 import torch
-from helpers import poison, read_rows, selections
+from helpers import kept, outcome, read_rows, selections
+from ranks import CALLS
 
-import convex_hull_select
-import entropy_weighting
-import fedavg
-import fediir
-import minimax_select
-import uefl
-from common import UserError
-
-EQUAL = (
-    "--model cnn --width 0.25 --clients 10 --participating 10 --partition iid --local-epochs 3 "
-    "--batch-size 32 --lr 0.3 --rounds 10 --no-compare "
-)
-LEARN = {
-    **dict.fromkeys([fedavg, entropy_weighting, minimax_select], EQUAL + "--sample 5"),
-    convex_hull_select: EQUAL + "--sample 10 --hull-dim 2",
-    fediir: "--dataset glyphs --width 0.125 --clients 9 --local-epochs 3 --test-domain dark "
-    "--gamma 0.01 --sample 5 --rounds 9 --evaluate-every 1 --no-compare",
-    uefl: "--width 0.125 --clients 10 --local-epochs 3 --model resblocks --partition domain "
-    "--lr 0.01 --codebook-size 8 --segments 1 --rounds 5 --sample 5 --later-rounds 2 "
-    "--iterations 2 --no-compare",
-}
+from common.train import Trainer
 
 
-@pytest.mark.parametrize("method", LEARN)
-def test_one_client_in_ten_that_returns_nan_costs_little(start, method, monkeypatch, capsys):
-    poison(monkeypatch, 3)
-    rows = read_rows(start(method, LEARN[method]))
-    assert "1 of " in "".join(capsys.readouterr()).split("uploads were not finite: left out")[0]
-    assert float(rows[-1]["id_accuracy"]) > 0.9
-    assert all(3 not in selected for selected in selections(rows))
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("method", CALLS)
+def test_a_client_that_diverges_in_round_2(start, launched, monkeypatch, method, processes):
+    words = f"{CALLS[method]} --evaluate-every 1 --no-compare"
+    healthy = start(method, f"{words} --out healthy")
+    client, batches = selections(read_rows(healthy))[1][-1], Trainer._batches
 
+    def poisoned(self, k, t, total):
+        for x, y in batches(self, k, t, total):
+            yield x * (torch.nan if (k, t) == (client, 2) else 1), y
 
-@pytest.mark.parametrize("method", LEARN)
-def test_nobodys_upload_can_be_used(start, monkeypatch, method):
-    poison(monkeypatch, *range(10))
-    with pytest.raises(UserError, match=r"(lower|change) --lr"):
-        start(method, LEARN[method])
-
-
-def test_a_classifier_gradient_that_is_nan_is_one_line(start, monkeypatch):
-    """FedIIR's line 4 starts from the server's model, so no client but the model is to blame."""
-    gradient = fediir.client_gradient
-    monkeypatch.setattr(fediir, "client_gradient", lambda *args: gradient(*args) * torch.nan)
-    with pytest.raises(UserError, match="not finite: lower --lr"):
-        start(fediir, LEARN[fediir])
+    monkeypatch.setattr(Trainer, "_batches", poisoned)
+    line = f"{method.__name__}.py: client {client} diverged in round 2: lower --lr"
+    for flags in (f"{words} --out run", "--resume run"):
+        assert launched(method, f"{flags} --processes {processes}", start) == (2, [line])
+        folder = healthy.with_name("run")
+        assert outcome(folder) == ([], outcome(healthy)[1][:1]) and kept(folder)["t"] == 1
+        files = {file.name for file in folder.iterdir()}
+        assert files >= {"args.json", "partition.png"} and "model.pt" not in files

@@ -1,5 +1,7 @@
+import copy
 from argparse import Namespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -11,6 +13,7 @@ from helpers import (
     read_rows,
     sgd_by_hand,
 )
+from ranks import CALLS
 
 import convex_hull_select
 import entropy_weighting
@@ -20,6 +23,7 @@ import uefl
 from common import random_at
 from common.runner import compare
 from common.splits import draw
+from common.train import get_weights, local_solver, worst_tenth
 
 CUT = "--model cnn --width 0.125 --local-epochs 2 --batch-size 16 --lr 0.1 --dirichlet 0.5 "
 CUT += "--clients 6 --participating 4 --sample 2 --rounds 3 --no-compare "
@@ -28,30 +32,69 @@ CUT += "--clients 6 --participating 4 --sample 2 --rounds 3 --no-compare "
 @pytest.mark.parametrize("selection", ["random", "power_of_choice"])
 @pytest.mark.parametrize("weighting", ["size", "equal"])
 def test_three_rounds_are_algorithm_1_by_hand(start, selection, weighting):
-    words = f"{CUT} --selection {selection} --weighting {weighting} --server-lr 0.7"
+    words = f"{CUT} --selection {selection} --weighting {weighting}"
     folder = start(fedavg, words)
-    data, clients, model, trainer, theta = prepared(fedavg, words)
-    train = clients.train
+    args, data, clients, trainer = prepared(fedavg, words)
+    model, train, w = trainer.model, clients.train, trainer.initial
 
     def loss_of(k):
-        return loss_and_gradient(model, theta, data, train[k])[0]
+        return loss_and_gradient(model, w, data, train[k])[0]
+
+    def accuracy_of(samples):
+        right = logits_by_hand(model, w, data, samples).argmax(1) == data.y[samples]
+        return right.float().mean().item()
 
     for t, row in enumerate(read_rows(folder), 1):
         selected = draw(clients.ids, 2, random_at(0, "select", t)).tolist()
         if selection == "power_of_choice":
             selected = sorted(sorted(range(4), key=loss_of)[-2:])
         n = [len(train[k]) if weighting == "size" else 1 for k in selected]
-        ends = [sgd_by_hand(trainer.args, data, model, theta, train[k], t, k) for k in selected]
-        mean = sum(n_k * end for n_k, end in zip(n, ends, strict=True)) / sum(n)
-        theta = (theta + 0.7 * (mean - theta)).detach()
+        ends = [sgd_by_hand(args, data, model, w, train[k], t, k).detach() for k in selected]
+        w = sum(n_k / sum(n) * end for n_k, end in zip(n, ends, strict=True))
         assert row["selected"] == " ".join(map(str, selected))
         of_selected = torch.cat([clients.test[k] for k in selected])
-        tests = {"id": clients.held_out, "id_selected": of_selected, "ood": data.test}
-        for column, samples in tests.items():
-            right = logits_by_hand(model, theta, data, samples).argmax(1) == data.y[samples]
-            found = row.get(f"{column}_accuracy") or row[column]
-            assert float(found) == pytest.approx(right.float().mean().item(), abs=1e-5)
-    assert t == 3 and torch.allclose(kept(folder)["theta"], theta, atol=1e-5)
+        each = [accuracy_of(samples) for samples in clients.test[:4]]
+        expected = {
+            "id_accuracy": accuracy_of(clients.held_out), "id_selected": accuracy_of(of_selected),
+            "ood_accuracy": accuracy_of(data.test), "worst_tenth": min(each),
+        }  # fmt: skip
+        assert {c: float(row[c]) for c in expected} == pytest.approx(expected, abs=1e-5)
+        assert [*map(float, row["accuracies"].split())] == pytest.approx(each, abs=1e-5)
+    assert t == 3 and torch.allclose(kept(folder)["w"], w, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", [fedavg.client_update, local_solver])
+def test_a_client_takes_its_steps_and_returns_the_mean_of_their_losses(tiny, trainer, solver):
+    model, w, losses = trainer.model, trainer.initial, []
+    batches = [tiny.train[:10], tiny.train[10:14]]  # a mean over samples would be another number
+    for samples in batches:
+        loss, gradient = loss_and_gradient(model, w, tiny, samples)
+        w = w - 0.5 * gradient
+        losses.append(loss.item())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    found = solver(model, trainer.initial, map(trainer.batch, batches), optimizer)
+    assert found.item() == pytest.approx(np.mean(losses), abs=1e-6)
+    assert torch.allclose(get_weights(model), w, atol=1e-6)
+
+
+@pytest.mark.parametrize(("clients", "expected"), [(3, 0), (19, 0), (20, 0.5), (39, 1), (40, 1.5)])
+def test_the_worst_tenth_is_the_mean_of_one_client_in_ten(clients, expected, rng):
+    assert worst_tenth(torch.from_numpy(rng.permutation(clients)).float()) == expected
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_a_run_goes_on_from_any_of_its_states_as_if_it_had_not_stopped(start, method):
+    """In a notebook, where federate() runs without the runner. It may change a state in place."""
+    args, _, clients, trainer = prepared(method, CALLS[method])
+
+    def rounds_from(state):
+        rounds = method.federate(args, clients, trainer, copy.deepcopy(state))
+        return [copy.deepcopy(both) for both in rounds]
+
+    whole = rounds_from({})
+    assert [state["t"] for state, _ in whole] == [1, 2, 3]
+    for t, (state, _) in enumerate(whole, 1):
+        torch.testing.assert_close(rounds_from(state), whole[t:], rtol=0, atol=0)
 
 
 def test_power_of_choice_takes_the_largest_losses_and_breaks_ties_by_id():
@@ -64,7 +107,7 @@ def test_with_everybody_selected_it_does_not_matter_how(start):
     first, *others = (
         kept(start(fedavg, f"{CUT} --sample 4 --selection {kind} --out {kind}")) for kind in kinds
     )
-    assert all(torch.equal(other["theta"], first["theta"]) for other in others)
+    assert all(torch.equal(other["w"], first["w"]) for other in others)
 
 
 # ---------------------------------------------------------------- what is printed of every run
@@ -79,7 +122,7 @@ def test_a_run_ends_with_chance_the_sampling_errors_and_the_accuracy_of_each_cla
     right = [f"{c}: {100 * int(h) / n:.1f}" for c, h, n in zip("abc", hits, labels, strict=True)]
     assert f"right in the last round, by class: {', '.join(right)}\n" in printed
     assert labels == [15, 22, 23] and "(always answering c: 38.3)" in printed
-    n = len(prepared(fedavg, CUT)[1].held_out)
+    n = len(prepared(fedavg, CUT)[2].held_out)
     errors = [100 * 1.96 * (0.25 / of_part) ** 0.5 for of_part in (n, 60)]
     assert "Chance: 33.3. Sampling error (95 %), in points: at most " in printed
     assert "± {:.1f} ID, ± {:.1f} OOD.\n".format(*errors) in printed

@@ -2,14 +2,14 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import kept, logits_by_hand, prepared, read_rows
+from helpers import kept, logits_by_hand, parsed, prepared, read_rows
 
 import fedavg
 import fediir
 from common import UserError, random_at
 from common.models import Classifier
 from common.splits import draw
-from common.train import get_weights
+from common.train import Trainer
 from fediir import client_gradient, fediir_loss, risk_and_gradient
 
 CUT = "--model convnet --width 0.1 --test-domain dark --clients 4 --sample 2 --local-epochs 1 "
@@ -109,10 +109,9 @@ def test_under_autocast_gradients_are_in_full_precision(small):
 @pytest.mark.parametrize("chunk", [250, 7])
 def test_the_mean_of_equal_clients_gradients_is_that_of_their_pooled_risk(tiny, trainer, chunk):
     trainer.chunk = chunk  # also if the samples need several batches
-    model, samples = Classifier(nn.Flatten(), nn.Linear(64, 3)), [tiny.train[:60], tiny.train[60:]]
-    theta = get_weights(model)
-    found = trainer.map(client_gradient, model, theta, torch.arange(2), samples, 1)
-    _, gradient = gradient_by_hand(model, theta, tiny, tiny.train)
+    samples = [tiny.train[:60], tiny.train[60:]]
+    [found] = trainer.map(client_gradient, trainer.initial, torch.arange(2), samples, 1)
+    _, gradient = gradient_by_hand(trainer.model, trainer.initial, tiny, tiny.train)
     assert torch.allclose(found.mean(0), gradient, atol=1e-6)
 
 
@@ -128,44 +127,69 @@ def gradient_by_hand(model, theta, data, samples, graph=False):
 
 def local_training_by_hand(args, data, model, theta, samples, t, k, g):
     """Lines 6 to 12, by their definition: one epoch of gradient steps on the loss of line 10."""
+    losses = []
     order = samples[torch.from_numpy(random_at(0, "batches", t, k).permutation(len(samples)))]
     for batch in order.split(args.batch_size):
         risk, gradient = gradient_by_hand(model, theta, data, batch, graph=True)
         loss = risk + args.gamma / 2 * (gradient - g).square().sum()
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         theta = theta - args.lr * torch.cat([part.flatten() for part in gradients])
-    return theta
+        losses.append(loss.item())
+    return theta, sum(losses) / len(losses)
 
 
 def test_three_rounds_are_algorithm_1_by_hand(start):
     words = CUT + "--rounds 3 --gamma 2 --ema 0.7 --server-lr 0.8 --no-compare"
     folder, g = start(fediir, words), 0.0
-    data, clients, model, trainer, theta = prepared(fediir, words)
+    args, data, clients, trainer = prepared(fediir, words)
+    model, theta = trainer.model, trainer.initial
     for t, row in enumerate(read_rows(folder), 1):
         selected = draw(clients.ids, 2, random_at(0, "select", t)).tolist()
-        held = [clients.train[k] for k in selected]
-        found = torch.stack([gradient_by_hand(model, theta, data, part)[1] for part in held])
-        mean = found.mean(0)
+        held = {k: clients.train[k] for k in selected}
+        found = [gradient_by_hand(model, theta, data, part)[1] for part in held.values()]
+        mean = sum(found) / 2
         g = 0.7 * g + 0.3 * mean
-        ends = [
-            local_training_by_hand(trainer.args, data, model, theta, part, t, k, g)
-            for k, part in zip(selected, held, strict=True)
-        ]
+        both = [local_training_by_hand(args, data, model, theta, held[k], t, k, g) for k in held]
+        ends, losses = zip(*both, strict=True)
         theta = theta + 0.8 * (sum(ends) / 2 - theta)
-        spread = (found - mean).square().sum(1).mean().item()
+        spread = sum((gradient - mean).square().sum().item() for gradient in found) / 2
         assert row["selected"] == " ".join(map(str, selected))
         assert float(row["gradient_spread"]) == pytest.approx(spread, rel=1e-3)
+        assert float(row["train_loss"]) == pytest.approx(sum(losses) / 2, rel=1e-4)
     assert t == 3 and torch.allclose(kept(folder)["theta"], theta, atol=1e-5)
     assert torch.allclose(kept(folder)["global_gradient"], g, atol=1e-5)
+
+
+def test_in_bfloat16_all_gradients_are_float32(start, monkeypatch):
+    args, data, clients, trainer = prepared(fediir, CUT + "--model cnn --rounds 1 --gamma 1")
+    trainer, types = Trainer(data, clients, trainer.model, precision="bfloat16"), set()
+
+    def noted(classifier, z, y, graph=False):
+        risk, gradient = risk_and_gradient(classifier, z, y, graph)
+        types.add((graph, z.dtype, risk.dtype, gradient.dtype))
+        return risk, gradient
+
+    monkeypatch.setattr(fediir, "risk_and_gradient", noted)
+    [(state, _)] = fediir.federate(args, clients, trainer, {})
+    assert types == {(g, torch.bfloat16, torch.float32, torch.float32) for g in (True, False)}
+    assert state["theta"].dtype == state["global_gradient"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["resblocks", "vgg16"])
+def test_models_whose_batch_norm_trains_are_refused(name):
+    args = parsed(fediir, f"--test-domain dark --model {name}")
+    with pytest.raises(UserError, match=f"^--model {name} has batch norm: .*$"):
+        fediir.build_model(args, (3, 32, 32), 3)
 
 
 def test_gamma_0_is_fedavg(start):
     without = start(fediir, CUT + "--gamma 0")
     plain = CUT + "--partition domain --weighting equal --no-compare --out fedavg"
     fedavgs = start(fedavg, plain)
-    assert torch.equal(kept(without)["theta"], kept(fedavgs)["theta"])
-    for mine, theirs in zip(read_rows(without), read_rows(fedavgs), strict=True):
-        assert all(mine[column] == theirs[column] for column in theirs if column != "seconds")
+    assert torch.allclose(kept(without)["theta"], kept(fedavgs)["w"], atol=1e-6)
+    mine, theirs = read_rows(without), read_rows(fedavgs)
+    for column in ("selected", "id_accuracy", "ood_accuracy", "hits"):
+        assert [row[column] for row in mine] == [row[column] for row in theirs]
 
 
 def test_the_chosen_model_is_the_first_with_the_best_validation_accuracy(start, capsys):

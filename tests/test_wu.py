@@ -1,14 +1,16 @@
 """The three methods of Wu et al.: entropy weighting, minimax selection, convex-hull selection."""
 
+from argparse import Namespace
 from itertools import combinations
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
-from helpers import kept, largest_by_numpy, poison, prepared, read_rows, selections, sgd_by_hand
+from helpers import kept, largest_by_numpy, prepared, read_rows, sgd_by_hand
 from scipy.optimize import linprog
 from scipy.spatial import ConvexHull
+from torch.nn.functional import normalize
 
 import convex_hull_select
 import entropy_weighting
@@ -60,27 +62,21 @@ def test_label_counts_that_are_none_are_refused():
 # ---------------------------------------------------------------- minimax selection
 
 
-def test_minimax_minimises_equation_16_over_all_subsets(rng):
+@pytest.mark.parametrize(("best", "largest"), [(min, False), (max, True)])
+def test_minimax_and_its_mirror_are_equation_16_over_all_subsets(best, largest, rng):
     m = 8
     g = normal(rng, m, 5) * torch.arange(1, m + 1)[:, None]
     worst = largest_by_numpy(g).round(6)  # two clients that are each other's nearest are a tie
     for k in range(1, m + 1):
         subsets = combinations(range(m), k)
-        best = min(subsets, key=lambda subset: worst[list(subset)].sum().round(5))
-        assert minimax_clients(g, k).tolist() == list(best)
+        expected = best(subsets, key=lambda subset: worst[list(subset)].sum().round(5))
+        assert minimax_clients(g, k, largest).tolist() == [*expected]
 
 
 def test_minimax_tells_nearly_parallel_updates_apart(rng):
     g = 1 + 1e-3 * normal(rng, 20, 5000)  # 1 - cosine is about 1e-6
     best = largest_by_numpy(g.double()).argsort(kind="stable")
     assert minimax_clients(g, 5).tolist() == sorted(best[:5])
-
-
-def test_maxsim_is_the_mirror(rng):
-    for _ in range(10):
-        g = normal(rng, 9, 4)
-        largest = np.argsort(-largest_by_numpy(g).round(6), kind="stable")
-        assert minimax_clients(g, 5, largest=True).tolist() == sorted(largest[:5])
 
 
 def test_of_two_clients_that_are_each_others_nearest_the_smaller_id_is_selected(rng, monkeypatch):
@@ -101,20 +97,26 @@ def test_of_two_clients_that_are_each_others_nearest_the_smaller_id_is_selected(
             assert minimax_clients(g, 1).tolist() == order[:1]
 
 
-@pytest.mark.parametrize("scale", [1e-15, 1e-3, 1e15])
-def test_selections_do_not_depend_on_the_unit_of_the_updates(scale, rng):
-    g = normal(rng, 20, 30) * torch.from_numpy(rng.uniform(0.5, 2, (20, 1))).float()
-    assert torch.equal(minimax_clients(g * scale, 5), minimax_clients(g, 5))
-    for unit in (True, False):
-        assert torch.equal(hull_vertices(g * scale, 2, unit), hull_vertices(g, 2, unit))
+@pytest.mark.parametrize("value", [0, torch.nan, torch.inf, -torch.inf])
+def test_updates_without_a_direction_are_refused(value, rng):
+    g = normal(rng, 6, 5000)
+    for part in (slice(None), slice(1)) if value else (slice(None),):
+        wrong = g.clone()
+        wrong[4, part] = value
+        for select in (minimax_clients, hull_vertices):
+            with pytest.raises(ValueError, match="an update is zero or not finite"):
+                select(wrong, 2)
 
 
-def test_updates_without_a_direction_are_never_selected(rng):
-    g, others = 1 + 0.3 * normal(rng, 6, 50), torch.tensor([0, 1, 2, 3, 5])
-    for value in (0, torch.nan, torch.inf):
-        g[4] = value
-        assert torch.equal(minimax_clients(g, 2), others[minimax_clients(g[others], 2)])
-        assert torch.equal(hull_vertices(g, 3), others[hull_vertices(g[others], 3)])
+def test_other_shapes_and_numbers_are_refused(rng):
+    g = normal(rng, 6, 50)
+    for wrong in (g[0], g[None], g[:0]):
+        for select in (minimax_clients, hull_vertices):
+            with pytest.raises(ValueError, match="g must be"):
+                select(wrong, 1)
+    for select, number in ((minimax_clients, 7), (minimax_clients, 0), (hull_vertices, 9)):
+        with pytest.raises(ValueError, match=str(number)):
+            select(g, number)
 
 
 # ---------------------------------------------------------------- convex-hull selection
@@ -131,7 +133,7 @@ def is_vertex(points, i):
 @pytest.mark.parametrize("scale", [True, False])
 def test_vertices_are_those_of_the_linear_program(dim, scale, rng):
     g = normal(rng, 25, 40).double()
-    rows = torch.nn.functional.normalize(g) if scale else g
+    rows = normalize(g) if scale else g
     _, _, axes = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
     points = (rows @ axes[:dim].T).numpy()
     assert hull_vertices(g, dim, scale).tolist() == [i for i in range(25) if is_vertex(points, i)]
@@ -139,7 +141,7 @@ def test_vertices_are_those_of_the_linear_program(dim, scale, rng):
 
 def test_components_keep_the_distances_of_points_that_span_no_more(rng):
     flat = normal(rng, 8, 2) @ normal(rng, 2, 30)
-    points = principal_components(flat, torch.arange(8), 5) * flat.norm(dim=1).max()
+    points = principal_components(flat, 5) * flat.norm(dim=1).max()
     assert points.shape == (8, 2)
     assert torch.allclose(torch.cdist(points, points).float(), torch.cdist(flat, flat), atol=1e-3)
 
@@ -181,7 +183,7 @@ def test_a_large_common_part_changes_no_vertices(spread, rng):
     for dim in (2, 3):
         vertices = hull_vertices(g, dim).tolist()
         assert hull_vertices(w - g, dim).tolist() == exact_hull(w - g, dim) == vertices
-    unit = torch.nn.functional.normalize((w - g).double())
+    unit = normalize((w - g).double())
     assert hull_vertices(w - g, 3, scale=True).tolist() == exact_hull(unit, 3)
 
 
@@ -195,40 +197,25 @@ def test_selections_are_right_for_any_type_and_length(dtype, unit, rng):
     g = normal(rng, 12, 400).double()
     g[5] *= 50_000 / g[5].norm()
     g = (unit * g).to(dtype)
-    best = largest_by_numpy(g.double() / unit).round(6).argsort(kind="stable")
-    assert minimax_clients(g, 4).tolist() == sorted(best[:4])
-    assert hull_vertices(g, 2).tolist() == exact_hull(g.double() / unit, 2)
-    scaled = torch.nn.functional.normalize(g.double() / unit)
-    assert hull_vertices(g, 2, scale=True).tolist() == exact_hull(scaled, 2)
+    exact, held = g.double() / unit, g.clone().requires_grad_()
+    best = largest_by_numpy(exact).round(6).argsort(kind="stable")
+    assert minimax_clients(held, 4).tolist() == sorted(best[:4])
+    assert hull_vertices(held, 2).tolist() == exact_hull(exact, 2)
+    assert hull_vertices(held, 2, scale=True).tolist() == exact_hull(normalize(exact), 2)
 
 
-def test_updates_that_require_gradients_are_selected_alike(rng):
-    g = normal(rng, 10, 30)
-    held = g.clone().requires_grad_()
-    assert torch.equal(minimax_clients(held, 3), minimax_clients(g, 3))
-    assert torch.equal(hull_vertices(held, 2), hull_vertices(g, 2))
-
-
-MANY = CUT + "--clients 11 --participating 11 --sample 11 --hull-dim 2 "
-
-
-def test_random_trains_as_many_clients_as_the_hull_has_vertices(start):
-    for row in read_rows(start(convex_hull_select, f"{MANY} --selection random")):
-        assert len(row["selected"].split()) == int(row["vertices"]) < 11
-
-
-def test_interior_is_what_is_not_a_vertex(start):
-    hull, inside = (
-        read_rows(start(convex_hull_select, f"{MANY} --rounds 1 --selection {kind} --out {kind}"))[
-            0
-        ]
-        for kind in ("hull", "interior")
-    )
-    assert not {*hull["selected"].split()} & {*inside["selected"].split()}
-    assert len(hull["selected"].split()) == int(hull["vertices"]) == int(inside["vertices"])
-    full = MANY + "--hull-dim 8 --participating 8 --sample 8 --selection interior --out full"
-    with pytest.raises(UserError, match="no client lies inside the hull"):
-        start(convex_hull_select, full)
+def test_random_and_interior_clients_are_as_many_as_the_vertices(rng):
+    g, ids = normal(rng, 30, 50), torch.arange(30)
+    vertices = exact_hull(g, 2)
+    possible = {"hull": vertices, "interior": {*range(30)} - {*vertices}, "random": range(30)}
+    for sample, count in ((None, len(vertices)), (4, 4)):
+        args = Namespace(hull_dim=2, unit_length=False, sample=sample, seed=0)
+        for args.selection, those in possible.items():
+            found = convex_hull_select.select(args, Namespace(ids=ids), g, 1).tolist()
+            assert len(found) == count < 15 and found == sorted({*found} & {*those})
+    args.selection = "interior"
+    with pytest.raises(UserError, match="round 1: no client lies inside the hull"):
+        convex_hull_select.select(args, Namespace(ids=ids[:3]), g[:3], 1)
 
 
 # ---------------------------------------------------------------- whole runs
@@ -247,12 +234,13 @@ def selected_by_hand(method, table, t):
 def test_three_rounds_are_the_paper_by_hand(start, method):
     words = f"{CUT} {METHODS[method]}"
     folder = start(method, words)
-    data, clients, model, trainer, w = prepared(method, words)
+    args, data, clients, trainer = prepared(method, words)
     labels = [data.y[samples].bincount() for samples in clients.train]
     h = torch.tensor([scipy.stats.entropy(count) for count in labels]).float()
+    w = trainer.initial
 
     def update(t, k):
-        return w - sgd_by_hand(trainer.args, data, model, w, clients.train[k], t, k)
+        return w - sgd_by_hand(args, data, trainer.model, w, clients.train[k], t, k)
 
     table = torch.stack([update(0, k) for k in range(6)])  # line 1
     for t, row in enumerate(read_rows(folder), 1):
@@ -270,25 +258,44 @@ def test_three_rounds_are_the_paper_by_hand(start, method):
         assert torch.allclose(kept(folder)["table"], table, atol=1e-5)
 
 
-def test_with_everybody_selected_and_equal_weights_all_are_fedavg(start):
-    everyone = CUT + "--weighting equal "
-    expected = kept(start(fedavg, everyone + "--sample 6"))["theta"]
-    for method in METHODS:
-        more = "--hull-dim 5" if method is convex_hull_select else ""
-        found = kept(start(method, f"{everyone} --sample 6 {more} --out {method.__name__}"))["w"]
-        assert torch.allclose(found, expected, atol=1e-6)
+@pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
+def test_the_statistics_of_batch_norm_move_the_model_and_select_nobody(start, method):
+    """Also in a notebook, where federate() runs without the runner."""
+    words = f"{CUT} {METHODS[method]} --model resblocks --width 0.01 --lr 0.01"
+    args, _, clients, trainer = prepared(method, words)
+    n, train, uploads = sum(p.numel() for p in trainer.model.parameters()), trainer.train, []
+
+    def noted(*wanted):
+        uploads.append(train(*wanted))
+        return uploads[-1]
+
+    trainer.train, w, differs = noted, trainer.initial, False
+    for t, (state, row) in enumerate(method.federate(args, clients, trainer, {}), 1):
+        if t == 1:
+            table = (w - uploads[0][0]).clone()
+        selected = selected_by_hand(method, table[:, :n], t)
+        differs = differs or selected != selected_by_hand(method, table, t)
+        assert row["selected"].tolist() == selected
+        table[selected] = w - uploads[-1][0]
+        w = w - table[selected].mean(0)
+        assert torch.allclose(state["w"], w, atol=1e-6)
+        assert torch.allclose(state["table"], table[:, :n], atol=1e-6)
+    assert t == 3 and differs, "with the statistics, others would have been selected"
 
 
-def test_their_random_baseline_is_fedavg(start):
-    both = CUT + "--sample 2 --weighting equal "
-    expected = kept(start(fedavg, both))["theta"]
-    found = kept(start(minimax_select, both + "--selection random --out random"))["w"]
-    assert torch.allclose(found, expected, atol=1e-6)
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [(entropy_weighting, 6), (minimax_select, 6), (convex_hull_select, "6 --hull-dim 5"),
+     (minimax_select, "2 --selection random")],
+)  # fmt: skip
+def test_with_everybody_or_random_clients_and_equal_weights_all_are_fedavg(start, method, more):
+    both = f"{CUT} --weighting equal --sample {more}"
+    expected = kept(start(fedavg, both.split(" --hull")[0] + " --out fedavg"))["w"]
+    assert torch.allclose(kept(start(method, both))["w"], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
-def test_a_client_whose_uploads_are_never_finite_is_left_out(start, monkeypatch, method):
-    """In line 1 the clients train five at a time, so client 5 is alone."""
-    poison(monkeypatch, 5)
-    rows = read_rows(start(method, f"{CUT} --sample 5 --rounds 2"))
-    assert len(rows) == 2 and not any(5 in selected for selected in selections(rows))
+def test_updates_that_are_all_zero_end_the_run_in_one_line(start, launched, method):
+    said = launched(method, f"{CUT} {METHODS[method]} --lr 1e-12", start)
+    line = f"{method.__name__}.py: round 1: an update is zero or not finite: change --lr"
+    assert said == (2, [line])

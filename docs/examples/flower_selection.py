@@ -32,29 +32,25 @@ from torch import Tensor
 # -------------------------------------------------------------------- copied from minimax_select.py
 
 
-def lengths(g: Tensor) -> Tensor:
-    """The lengths of the rows of g [M, P]: float64 [M]."""
-    parts = g.detach().split(2**11, dim=1)  # in blocks, because a copy of g would be large
-    return sum(part.double().square().sum(1) for part in parts).sqrt()
+def inner_products(g: Tensor) -> Tensor:
+    """<g_i, g_j> of the rows of g [M, P]: float64 [M, M].
 
-
-def usable_rows(g: Tensor) -> Tensor:
-    """The rows of g [M, P] that have a direction, int64: those that are finite and not zero."""
-    length = lengths(g)
-    return torch.nonzero((length > 0) & torch.isfinite(length)).flatten()
+    Raises ValueError if g is not a matrix, or if a row is zero or not finite.
+    """
+    blocks = (block.double() for block in g.detach().split(2**11, dim=1))  # a copy would be large
+    inner = sum(block @ block.T for block in blocks)
+    squares = inner.diagonal()
+    if not ((squares > 0) & (squares < torch.inf)).all():
+        raise ValueError("an update is zero or not finite")
+    return inner
 
 
 def cosines(g: Tensor) -> Tensor:
-    """Algorithm 1, lines 2 to 5: the cosines S_ij of the rows of g [M, P], float64 [M, M].
-
-    They are symmetric, and NaN for rows without a direction.
-    """
-    length = lengths(g)[:, None]
-    similarity = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
-    for part in g.detach().split(2**11, dim=1):  # in blocks, because a copy of g would be large
-        part = part.double() / length
-        similarity += part @ part.T
-    return (similarity + similarity.T) / 2  # so that ties are ties, in spite of rounding
+    """Algorithm 1, lines 2 to 5: the cosines S_ij of the rows of g [M, P], float64 [M, M]."""
+    inner = inner_products(g)
+    length = inner.diagonal().sqrt()
+    inner = (inner + inner.T) / 2  # symmetric, so that ties are ties in spite of rounding
+    return inner / (length * length[:, None])
 
 
 def largest_similarity(similarity: Tensor) -> Tensor:
@@ -67,48 +63,42 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
     """The k clients with the smallest S*_i (equation 16): int64 [k], ascending.
 
     g        the clients' updates [M, P]: weights before training minus weights after it, so do not
-             pass weights
+             pass weights, and leave out the statistics of batch norm, which would outweigh the rest
     largest  takes the largest S*_i instead, which is MaxSim
 
     Algorithm 1, lines 10 to 16, differs in two ways. Its loop `while |I| <= K` ends with K + 1
     clients. And line 14 removes the value S*_i, so if two clients share it, being each other's most
-    similar one, only one is selected. We follow equation 16. Ties go to the smaller index.
-    Updates that are zero or not finite are never selected. Raises ValueError if g is not a matrix,
-    or has fewer than k usable rows.
+    similar one, only one is selected. We follow equation 16. Ties go to the smaller index. Raises
+    ValueError if g is not a matrix, if an update is zero or not finite, or if k is not in 1 .. M.
     """
-    if g.dim() != 2 or not len(g):
-        raise ValueError(f"g must be [clients, parameters], not {tuple(g.shape)}")
-    usable = usable_rows(g)
-    if not 1 <= k <= len(usable):
-        raise ValueError(f"k = {k}: choose between 1 and the {len(usable)} usable updates")
-    score = largest_similarity(cosines(g)[usable][:, usable])
-    return usable[score.sort(stable=True, descending=largest).indices[:k]].sort().values
+    if g.dim() != 2 or not 1 <= k <= len(g):
+        raise ValueError(f"k = {k} of g {[*g.shape]}: g must be [M, parameters], and k in 1 .. M")
+    score = largest_similarity(cosines(g))
+    return score.sort(stable=True, descending=largest).indices[:k].sort().values
 
 
 # ---------------------------------------------------------------- copied from convex_hull_select.py
 
 
-def principal_components(g: Tensor, rows: Tensor, dim: int, scale: bool = False) -> Tensor:
-    """These n rows of g [M, P] along their first principal components: float64 [n, up to dim], CPU.
+def principal_components(g: Tensor, dim: int, scale: bool = False) -> Tensor:
+    """The rows of g [M, P] along their first principal components: float64 [M, up to dim], CPU.
 
     scale  first scales the rows to unit length; else the unit is the length of the longest row
 
-    In n - 1 or more dimensions normally all n points are vertices, and quickhull cannot run in a
+    In M - 1 or more dimensions normally all M points are vertices, and quickhull cannot run in a
     million dimensions anyway. So we project, which decides who is a vertex. Section IV-B2 speaks of
     the stored gradients, section V of "cosine similarity to construct the convex hull".
 
     Fewer columns are returned if the rows span fewer dimensions. Components with very small
     variance count as rounding errors.
     """
-    n, length = len(rows), lengths(g)[rows, None]
-    unit = length if scale else length.max()
-    gram = torch.zeros(n, n, dtype=torch.float64, device=g.device)
-    for part in g.detach().split(2**11, dim=1):  # in blocks, because a copy of g would be large
-        part = part[rows].double() / unit
-        part = part - part.mean(0)
-        gram += part @ part.T
-    values, vectors = eigh(gram.cpu(), subset_by_index=[max(0, n - dim), n - 1])
-    kept = values > 1e-12 * n  # smaller variances may come from the rounding of g to float32
+    inner, m = inner_products(g).cpu(), len(g)
+    length = inner.diagonal().sqrt()
+    unit = length if scale else length.max().expand(m)
+    inner = inner / unit / unit[:, None]
+    inner = inner - inner.mean(0) - inner.mean(1, keepdim=True) + inner.mean()  # of centred rows
+    values, vectors = eigh(inner, subset_by_index=[max(0, m - dim), m - 1])
+    kept = values > 1e-12 * m  # smaller variances may come from the rounding of g to float32
     return torch.from_numpy(vectors[:, kept] * values[kept] ** 0.5).flip(1)  # the largest first
 
 
@@ -124,24 +114,19 @@ def vertices_of(points: Tensor) -> Tensor:
 def hull_vertices(g: Tensor, dim: int, scale: bool = False) -> Tensor:
     """Line 3: the clients on the hull, int64, ascending.
 
-    g      the clients' updates [M, P]: weights before training minus weights after it, not weights
+    g      the clients' updates [M, P]: weights before training minus weights after it, so do not
+           pass weights, and leave out the statistics of batch norm, which would outweigh the rest
     dim    principal components in which the hull is built, 1 to 8
     scale  first scales the updates to unit length
 
     If the points span fewer dimensions, the hull is built in the dimensions that they span. Of
     several clients at one point, one is selected, and the first client if all share one point.
-    Updates that are zero or not finite are never selected. Raises ValueError if g is not a matrix,
-    if no row is usable, or if dim is not in 1 to 8.
+    Raises ValueError if g is not a matrix, if an update is zero or not finite, or if dim is not in
+    1 .. 8.
     """
     if g.dim() != 2 or not len(g) or not 1 <= dim <= 8:
-        raise ValueError(
-            f"g must be [clients, parameters], not {tuple(g.shape)}; dim 1 to 8, not {dim}"
-        )
-    usable = usable_rows(g)
-    if not len(usable):
-        raise ValueError(f"none of the {len(g)} updates is usable: they are zero or not finite")
-    vertices = vertices_of(principal_components(g, usable, dim, scale))
-    return usable[vertices.to(usable.device)]
+        raise ValueError(f"g must be [clients, parameters], not {[*g.shape]}; dim 1 to 8: {dim}")
+    return vertices_of(principal_components(g, dim, scale))
 
 
 # ------------------------------------------------------------------------------------- your project

@@ -14,14 +14,16 @@ import torch.nn.functional as F
 from scipy.cluster.vq import kmeans2
 from torch import Tensor
 
+EXACT = "donot_use_mm_for_euclid_dist"  # of large, nearly equal numbers, too
+
 # ------------------------------------------------------------------------------ copied from uefl.py
 
 
 class ExtensibleCodebook(nn.Module):
     """Replaces each segment of a token by the nearest codeword that the client may use.
 
-    size              v, codewords at the start; with 0, tokens are returned unchanged, with L_code
-                      0 and no indices
+    size              v, codewords at the start; with 0, tokens are returned unchanged, but in the
+                      codewords' type, with L_code 0 and no indices
     dim, segments     d, the channels of a token, and s, the parts that it is cut into; s divides d
     commitment, beta  weights of ||sg(c) - z||^2, which pulls tokens to codewords, and of
                       ||c - sg(z)||^2, which pulls codewords to tokens
@@ -38,30 +40,26 @@ class ExtensibleCodebook(nn.Module):
         self.codewords = nn.Parameter(torch.randn(size, dim // segments))  # line 2, a Gaussian
 
     def forward(
-        self, tokens: Tensor, allowed: Tensor | None = None
+        self, tokens: Tensor, may_use: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [N, l, d] -> codewords [N, l, d], L_code (equation 5), their indices [N, l, s].
 
-        allowed  bool [V], the codewords that this client may use; by default all
+        may_use  bool [V], the codewords that this client may use; by default all
 
         The backward pass copies the gradient from the output to the tokens. Raises ValueError for a
-        wrong `allowed`.
+        wrong `may_use`.
         """
-        v = len(self.codewords)
+        v, tokens = len(self.codewords), tokens.to(self.codewords.dtype)  # bfloat16 under autocast
         if not v:
             return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
-        if allowed is None:
-            allowed = torch.ones(v, dtype=torch.bool, device=tokens.device)
-        usable = allowed.nonzero().flatten()
-        if allowed.dtype != torch.bool or allowed.shape != (v,) or not len(usable):
-            raise ValueError(f"allowed must be bool [{v}] with at least one True")
+        if may_use is None:
+            may_use = torch.ones(v, dtype=torch.bool, device=tokens.device)
+        if may_use.dtype != torch.bool or may_use.shape != (v,) or not may_use.any():
+            raise ValueError(f"may_use must be bool [{v}] with at least one True")
         with torch.autocast(tokens.device.type, enabled=False):
-            z = tokens.to(self.codewords.dtype).reshape(-1, self.codewords.shape[1])
-            with torch.no_grad():  # |z - c|^2 = |z|^2 - 2 z.c + |c|^2, without the first term
-                centre = z.mean(0)  # the new origin, so that large numbers do not cancel
-                words = self.codewords[usable] - centre
-                distances = torch.addmm((words**2).sum(1), z - centre, words.T, alpha=-2)
-                indices = usable[distances.argmin(1)]  # line 13, equation 4
+            z = tokens.reshape(-1, self.codewords.shape[1])
+            distances = torch.cdist(z, self.codewords, compute_mode=EXACT)
+            indices = distances.masked_fill(~may_use, torch.inf).argmin(1)  # line 13, equation 4
             c = self.codewords[indices]
             # As in the authors' code, both terms are means and have a weight; the paper's are sums,
             # and only beta is a weight
@@ -78,6 +76,11 @@ class ExtensibleCodebook(nn.Module):
         self.codewords.data = torch.cat([self.codewords, codewords.to(self.codewords)])
         self.codewords.grad = None  # it has the old shape
 
+    @torch.no_grad()
+    def resize(self, size: int) -> None:
+        """Makes room for this many codewords, which are zero until set_weights() writes them."""
+        self.codewords.data = self.codewords.new_zeros(size, self.codewords.shape[1])
+
 
 def predictive_entropy(probabilities: Tensor) -> Tensor:
     """Equation 6: probabilities of T passes [T, N, C] -> the entropy of their mean, in nats [N].
@@ -91,29 +94,23 @@ def predictive_entropy(probabilities: Tensor) -> Tensor:
 
 
 def uncertain(entropies: Tensor, gamma: float) -> Tensor:
-    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K].
+    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K]."""
+    return entropies > (1 + gamma) * entropies.min()  # lines 8, 24
 
-    For a client whose entropy is NaN the answer is no.
+
+def average(theta: Tensor, thetas: Tensor, sizes: Tensor, uses: Tensor) -> Tensor:
+    """Line 20: each weight is averaged over the clients that use it, by n_k.
+
+    theta   the server's weights [P]; one that no client uses stays as it is
+    thetas  the clients' weights after training [K, P]
+    sizes   n_k [K]
+    uses    bool [K, P], true if client k uses this weight
+
+    Section 3.2 has "the clients that utilize" a codeword: we take those that may use it.
     """
-    return entropies > (1 + gamma) * entropies.nan_to_num(torch.inf).min()  # lines 8, 24
-
-
-def average_codewords(before: Tensor, codewords: Tensor, sizes: Tensor, allowed: Tensor) -> Tensor:
-    """Line 20 for codewords [V, d / s]: each is averaged over the clients that may use it, by n_k.
-
-    before     the server's codewords [V, d / s], which stay as they are if no client may use them
-    codewords  the clients' codewords after training [K, V, d / s]
-    sizes      n_k, numbers of any type [K]
-    allowed    bool [K, V], true if client k may use codeword v
-
-    Section 3.2 has "the clients that utilize" it, by which we understand those that may use it.
-    """
-    codewords = torch.where(allowed[:, :, None], codewords, 0)  # 0 times NaN would be NaN
-    exact = torch.promote_types(codewords.dtype, torch.float32)
-    weights = sizes.to(exact)[:, None] * allowed
-    total = weights.sum(0)[:, None]
-    mean = torch.einsum("kv,kvd->vd", weights, codewords.to(exact)) / total  # line 20
-    return torch.where(total > 0, mean.to(before), before)
+    n = sizes.to(theta)[:, None] * uses
+    mean = (n * thetas).sum(0) / n.sum(0)  # line 20, also for the statistics of batch norm
+    return torch.where(uses.any(0), mean, theta)
 
 
 # ------------------------------------------------------------------------------------- your project
@@ -132,75 +129,87 @@ class Model(nn.Module):
         """x -> tokens [N, l, d], here with l = 1. A map [N, d, h, w] would need z.flatten(2).mT."""
         return F.layer_norm(self.encoder(x), [16]).unsqueeze(1)
 
-    def forward(self, x, allowed):
-        c, code_loss, _ = self.codebook(self.encode(x), allowed)
+    def forward(self, x, may_use):
+        c, code_loss, _ = self.codebook(self.encode(x), may_use)
         return self.classifier(c.flatten(1)), code_loss
 
 
-def local_training(model, x, y, allowed):
-    """Trains a copy of the model on one client. Returns its weights, a state_dict."""
+def get_weights(model):
+    """The model as one vector [P], with the statistics of batch norm."""
+    return torch.cat([value.flatten() for value in model.state_dict().values()])
+
+
+@torch.no_grad()
+def set_weights(model, theta):
+    values = list(model.state_dict().values())
+    for value, part in zip(values, theta.split([v.numel() for v in values]), strict=True):
+        value.copy_(part.view_as(value))
+
+
+def uses(model, may_use):
+    """Which weights each client uses, bool [K, P]: all but the codewords of others."""
+    parts = {
+        name: may_use.new_ones(len(may_use), v.numel()) for name, v in model.state_dict().items()
+    }
+    width = model.codebook.codewords.shape[1]
+    parts["codebook.codewords"] = may_use.repeat_interleave(width, dim=1)
+    return torch.cat([*parts.values()], dim=1)
+
+
+def local_training(model, x, y, may_use):
+    """Trains a copy of the model on one client. Returns its weights [P]."""
     local = copy.deepcopy(model).train()
     # a new optimizer, because after extend an old one would have the old shapes
     optimizer = torch.optim.Adam(local.parameters(), lr=0.01)
     for _ in range(20):
-        logits, code_loss = local(x, allowed)
+        logits, code_loss = local(x, may_use)
         optimizer.zero_grad()
         (F.cross_entropy(logits, y) + code_loss).backward()
         optimizer.step()
-    return local.state_dict()
+    return get_weights(local)
 
 
 @torch.no_grad()
-def average(model, weights, sizes, allowed):
-    """The server's step, from the clients' K state_dicts, their sizes [K] and allowed [K, V]."""
-    words = torch.stack([w["codebook.codewords"] for w in weights])
-    words = average_codewords(model.codebook.codewords, words, sizes, allowed)
-    shares = (sizes / sizes.sum()).tolist()
-    mean = {}
-    for name in weights[0]:
-        mean[name] = sum(a * w[name] for a, w in zip(shares, weights, strict=True))
-    model.load_state_dict(mean | {"codebook.codewords": words})
-
-
-@torch.no_grad()
-def uncertainty(model, x, allowed, passes=20):
+def uncertainty(model, x, may_use, passes=20):
     """e_k of one client, from inputs without labels. The passes differ because dropout stays on."""
-    p = torch.stack([model.train()(x, allowed)[0].softmax(1) for _ in range(passes)])
+    model.eval()  # batch norm in training mode would depend on the batch, and change the model
+    model.classifier.train()
+    p = torch.stack([model(x, may_use)[0].softmax(1) for _ in range(passes)])
     return predictive_entropy(p).mean()
 
 
 @torch.no_grad()
-def give_codewords(model, clients, allowed, k, v):
-    """Adds v codewords for client k, the centroids of its segments. Returns the new `allowed`."""
+def give_codewords(model, clients, may_use, k, v):
+    """Adds v codewords for client k, the centroids of its segments. Returns the new `may_use`."""
     width = model.codebook.codewords.shape[1]
-    segments = model.encode(clients[k][0]).reshape(-1, width).double()  # [n, d / s]
+    segments = model.eval().encode(clients[k][0]).reshape(-1, width).double()  # [n, d / s]
     centroids, _ = kmeans2(segments.numpy(), v, minit="++", rng=0)
     model.codebook.extend(torch.from_numpy(centroids))
     own = torch.arange(len(clients)) == k
-    return torch.cat([allowed, own[:, None].expand(-1, v)], dim=1)
+    return torch.cat([may_use, own[:, None].expand(-1, v)], dim=1)
 
 
 def federate(model, clients, iterations, rounds, gamma, v):
-    """Trains the model. Returns allowed, bool [M, V], and the uncertainties of each iteration."""
-    allowed = torch.ones(len(clients), len(model.codebook.codewords), dtype=torch.bool)
+    """Trains the model. Returns may_use, bool [K, V], and the uncertainties of each iteration."""
+    sizes = torch.tensor([len(y) for _, y in clients])
+    may_use = torch.ones(len(clients), len(model.codebook.codewords), dtype=torch.bool)
     history = []
     for iteration in range(iterations):
         for _ in range(rounds):
-            weights = {}
-            for k, (x, y) in enumerate(clients):
-                found = local_training(model, x, y, allowed[k])
-                if all(value.isfinite().all() for value in found.values()):  # else left out
-                    weights[k] = found
-            if weights:
-                sizes = torch.tensor([float(len(clients[k][1])) for k in weights])
-                average(model, list(weights.values()), sizes, allowed[list(weights)])
-        entropies = [uncertainty(model, x, allowed[k]) for k, (x, _) in enumerate(clients)]
+            trained = [
+                local_training(model, *client, may_use[k]) for k, client in enumerate(clients)
+            ]
+            thetas = torch.stack(trained)  # [K, P]
+            ok = thetas.isfinite().all(1)  # a client that returns NaN is left out
+            theta = average(get_weights(model), thetas[ok], sizes[ok], uses(model, may_use)[ok])
+            set_weights(model, theta)
+        entropies = [uncertainty(model, x, may_use[k]) for k, (x, _) in enumerate(clients)]
         entropies = torch.stack(entropies)
         history.append(entropies.tolist())
         if iteration + 1 < iterations:
-            for k in uncertain(entropies, gamma).nonzero().flatten().tolist():  # false for NaN
-                allowed = give_codewords(model, clients, allowed, k, v)
-    return allowed, history
+            for k in uncertain(entropies, gamma).nonzero().flatten().tolist():
+                may_use = give_codewords(model, clients, may_use, k, v)
+    return may_use, history
 
 
 if __name__ == "__main__":
@@ -209,7 +218,7 @@ if __name__ == "__main__":
     clients = [(torch.randn(len(y), 8) + 3 * F.one_hot(y, 8), y) for y in labels]
     x, y = clients[2]
     clients[2] = x.flip(1), y  # the smallest client sees its inputs in another order
-    allowed, history = federate(Model(), clients, iterations=3, rounds=5, gamma=0.3, v=4)
+    may_use, history = federate(Model(), clients, iterations=3, rounds=5, gamma=0.3, v=4)
     for entropies in history:
         print("uncertainties", [round(e, 2) for e in entropies])
-    print("codewords of each client:", allowed.sum(1).tolist())
+    print("codewords of each client:", may_use.sum(1).tolist())
