@@ -41,7 +41,7 @@ from common.runner import compare, flags, plots
 def inner_products(g: Tensor) -> Tensor:
     """<g_i, g_j> of the rows of g [M, P]: float64 [M, M].
 
-    Raises ValueError if g is not a matrix, or if a row is zero or not finite.
+    Raises ValueError if a row is zero or not finite.
     """
     blocks = (block.double() for block in g.detach().split(2**11, dim=1))  # a copy would be large
     inner = sum(block @ block.T for block in blocks)
@@ -122,7 +122,7 @@ def select(args, clients, table: Tensor, t: int) -> Tensor:
 def federate(args, clients, trainer, state):
     """Algorithm 2. Yields after each round the state to go on from, and what was measured.
 
-    state  {} at the start, or what was yielded last
+    state  {} at the start, or what was yielded last; its table then changes in place
     """
     w, table = state.get("w", trainer.initial), state.get("table")
     n = trainer.parameters  # the table leaves out the statistics of batch norm, which follow them

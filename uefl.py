@@ -53,8 +53,6 @@ from common import UserError, devices, models, random_at, train
 from common.ranks import launch
 from common.runner import compare, flags, plots
 
-EXACT = "donot_use_mm_for_euclid_dist"  # of large, nearly equal numbers, too
-
 
 class UEFL(nn.Module):
     """Encoder, codebook and classifier, without a codebook FedAvg's.
@@ -70,7 +68,7 @@ class UEFL(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         """x -> tokens [N, l, d]: h w of them from a feature map [N, d, h, w], one from a vector."""
-        z = self.features(x)  # line 12
+        z = self.features(x).to(self.codebook.codewords.dtype)  # line 12; bfloat16 under autocast
         z = z.flatten(2).mT if z.dim() == 4 else z.unsqueeze(1)
         return F.layer_norm(z, z.shape[-1:]) if self.token_norm else z
 
@@ -119,7 +117,7 @@ class ExtensibleCodebook(nn.Module):
         The backward pass copies the gradient from the output to the tokens. Raises ValueError for a
         wrong `may_use`.
         """
-        v, tokens = len(self.codewords), tokens.to(self.codewords.dtype)  # bfloat16 under autocast
+        v, tokens = len(self.codewords), tokens.to(self.codewords.dtype)
         if not v:
             return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
         if may_use is None:
@@ -128,7 +126,8 @@ class ExtensibleCodebook(nn.Module):
             raise ValueError(f"may_use must be bool [{v}] with at least one True")
         with torch.autocast(tokens.device.type, enabled=False):
             z = tokens.reshape(-1, self.codewords.shape[1])
-            distances = torch.cdist(z, self.codewords, compute_mode=EXACT)
+            exact = "donot_use_mm_for_euclid_dist"  # of large, nearly equal numbers, too
+            distances = torch.cdist(z, self.codewords, compute_mode=exact)
             indices = distances.masked_fill(~may_use, torch.inf).argmin(1)  # line 13, equation 4
             c = self.codewords[indices]
             # As in the authors' code, both terms are means and have a weight; the paper's are sums,

@@ -35,7 +35,7 @@ from torch import Tensor
 def inner_products(g: Tensor) -> Tensor:
     """<g_i, g_j> of the rows of g [M, P]: float64 [M, M].
 
-    Raises ValueError if g is not a matrix, or if a row is zero or not finite.
+    Raises ValueError if a row is zero or not finite.
     """
     blocks = (block.double() for block in g.detach().split(2**11, dim=1))  # a copy would be large
     inner = sum(block @ block.T for block in blocks)

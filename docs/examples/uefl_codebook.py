@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from scipy.cluster.vq import kmeans2
 from torch import Tensor
 
-EXACT = "donot_use_mm_for_euclid_dist"  # of large, nearly equal numbers, too
 
 # ------------------------------------------------------------------------------ copied from uefl.py
 
@@ -58,7 +57,8 @@ class ExtensibleCodebook(nn.Module):
             raise ValueError(f"may_use must be bool [{v}] with at least one True")
         with torch.autocast(tokens.device.type, enabled=False):
             z = tokens.reshape(-1, self.codewords.shape[1])
-            distances = torch.cdist(z, self.codewords, compute_mode=EXACT)
+            exact = "donot_use_mm_for_euclid_dist"  # of large, nearly equal numbers, too
+            distances = torch.cdist(z, self.codewords, compute_mode=exact)
             indices = distances.masked_fill(~may_use, torch.inf).argmin(1)  # line 13, equation 4
             c = self.codewords[indices]
             # As in the authors' code, both terms are means and have a weight; the paper's are sums,
