@@ -69,7 +69,7 @@ def prepare(
     args = Namespace(**{**vars(args), "precision": precision})
     run = Run(args, dataset, clients, model, device, choose)
     trainer = Trainer(
-        dataset, clients, model, device, local_training(args), args.seed, precision, args.evaluate_every,
-        args.rounds, run.progress,
+        dataset, clients, model, device, local_training(args), args.seed, precision,
+        args.evaluate_every, args.rounds, run.progress,
     )  # fmt: skip
     return clients, trainer, run
