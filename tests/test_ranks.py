@@ -7,12 +7,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import helpers
 import pytest
 import torch
-from ranks import CALLS, child, kill_rank_1_in_round_2
+from ranks import CALLS, child, kill_rank_1_in_round_2, poison
 
 import common.data
 import fedavg
@@ -91,11 +92,22 @@ def test_a_rank_that_is_killed_ends_the_run_in_one_line(folders, method, tmp_pat
     assert outcome(tmp_path / name) == outcome(folders / "1" / name)
 
 
-def test_a_users_mistake_is_one_line_from_several_processes(tmp_path):
-    process = child(fedavg, call(fedavg, "--lr 1e8 --processes 3"), tmp_path)
-    process.join()
-    (line,) = [line for line in said(tmp_path) if not line.startswith("round")]
-    assert process.exitcode == 2 and line.startswith("fedavg.py: ") and line.endswith("lower --lr")
+def test_the_client_that_diverges_is_named_whichever_rank_trains_it(folders, tmp_path):
+    for i, k in enumerate(helpers.selections(helpers.read_rows(folders / "1/fedavg"))[1]):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        flags = call(fedavg, "--processes 2")
+        process = child(fedavg, flags, folder, partial(poison, k, 2))
+        process.join()
+        assert process.exitcode == 2
+        assert said(folder) == [f"fedavg.py: client {k} diverged in round 2: lower --lr"]
+
+
+def test_results_of_several_ranks_come_in_the_order_of_their_numbers(monkeypatch):
+    one, two, three = ((torch.tensor(i), torch.zeros(i)) for i in (1, 2, 3))
+    monkeypatch.setattr(ranks, "COUNT", 2)
+    monkeypatch.setattr(ranks, "exchange", lambda mine: [mine, {1: two}])
+    assert [len(b) for _, b in ranks.gather({2: three, 0: one})] == [1, 2, 3]
 
 
 # -------------------------------------------------------------- two machines that torchrun connects
