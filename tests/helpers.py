@@ -72,6 +72,17 @@ def prepared(method, words: str) -> tuple[Namespace, Dataset, Clients, Trainer]:
     return args, data, clients, trainer
 
 
+def poison(client: int, t: int, patch=setattr) -> None:
+    """In round t the images of this client are NaN, so it diverges."""
+    batches = Trainer._batches
+
+    def poisoned(self, *where):
+        for x, y in batches(self, *where):
+            yield x * (torch.nan if where[:2] == (client, t) else 1), y
+
+    patch(Trainer, "_batches", poisoned)
+
+
 # ---------------------------------------------------------------- what a run leaves
 
 

@@ -23,7 +23,6 @@ import minimax_select
 import uefl
 from common import ranks
 from common.runner import runs
-from common.train import Trainer
 
 SMALL = "--width 0.125 --local-epochs 1 --batch-size 8 --device cpu --precision float32 "
 SKEWED = f"{SMALL} --model cnn --clients 8 --participating 6 --partition dirichlet --dirichlet 1 "
@@ -78,17 +77,6 @@ def kill_rank_1_in_round_2() -> None:
         record(self, state, row)
 
     runs.Run.record = record_or_die
-
-
-def poison(client: int, t: int) -> None:
-    """In round t the images of this client are NaN, so it diverges."""
-    batches = Trainer._batches
-
-    def poisoned(self, *where):
-        for x, y in batches(self, *where):
-            yield x * (torch.nan if where[:2] == (client, t) else 1), y
-
-    Trainer._batches = poisoned
 
 
 if __name__ == "__main__":

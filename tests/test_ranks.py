@@ -13,7 +13,7 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
-from ranks import CALLS, child, kill_rank_1_in_round_2, poison
+from ranks import CALLS, child, kill_rank_1_in_round_2
 
 import common.data
 import fedavg
@@ -97,7 +97,7 @@ def test_the_client_that_diverges_is_named_whichever_rank_trains_it(folders, tmp
         folder = tmp_path / str(i)
         folder.mkdir()
         flags = call(fedavg, "--processes 2")
-        process = child(fedavg, flags, folder, partial(poison, k, 2))
+        process = child(fedavg, flags, folder, partial(helpers.poison, k, 2))
         process.join()
         assert process.exitcode == 2
         assert said(folder) == [f"fedavg.py: client {k} diverged in round 2: lower --lr"]
@@ -296,13 +296,9 @@ def test_a_program_that_torchrun_started_ends_its_connections(monkeypatch):
 def test_more_processes_than_gpus_are_one_line_from_all_of_them(monkeypatch, name, gpus):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for where in ("COUNT", "LOCAL_COUNT"):
+        monkeypatch.setattr(ranks, where, 3)
     for rank in range(3):
-        for where, value in {
-            "COUNT": 3,
-            "RANK": rank,
-            "LOCAL_COUNT": 3,
-            "LOCAL_RANK": rank,
-        }.items():
-            monkeypatch.setattr(ranks, where, value)
+        monkeypatch.setattr(ranks, "LOCAL_RANK", rank)
         with pytest.raises(UserError, match=f"3 processes .* would share {gpus} GPUs"):
             pick_device(name)

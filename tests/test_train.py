@@ -142,8 +142,10 @@ def test_predictions_of_single_samples_are_those_of_batches(tiny, trainer, chunk
     model = build("resblocks", (1, 8, 8), 3, width=0.01, dropout=0.5)
     model(torch.rand(20, 1, 8, 8))  # gives batch norm other statistics
     trainer = Trainer(tiny, trainer.clients, model.train())
-    trainer.chunk, samples = chunk, tiny.train[5:70].flip(0)
+    trainer.chunk, samples, found = chunk, tiny.train[5:70].flip(0), []
+    model.register_forward_pre_hook(lambda model, x: found.append(len(x[0])))
     losses, predicted = trainer.predict(trainer.initial, samples)
+    assert max(found) == min(chunk, 65) and sum(found) == 65
     assert torch.equal(get_weights(model), trainer.initial), "evaluation changes no statistics"
     parameters = torch.cat([p.flatten() for p in model.parameters()])
     assert torch.equal(trainer.initial[: trainer.parameters], parameters)
@@ -282,38 +284,26 @@ def test_only_batch_norms_count_is_reset_among_buffers_of_integers():
 
 
 def test_a_device_multiplies_in_bfloat16_only_if_its_hardware_does(monkeypatch):
-    for found, precision in (({"avx512_bf16": True}, "bfloat16"), ({"avx2": True}, "float32")):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
-        assert pick_precision("auto", CPU, "resnet18") == precision
-        assert pick_precision("float32", CPU, "resnet18") == "float32"
-    for has_it, precision in ((True, "bfloat16"), (False, "tf32")):
+    for has_it in (True, False):
+        can = {"avx512_bf16": has_it, "avx2": True}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda can=can: can)
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated, has_it=has_it: has_it)
-        assert pick_precision("auto", GPU, "resnet18") == precision
+        fast = "bfloat16" if has_it else None
+        assert pick_precision("auto", CPU, "resnet18") == (fast or "float32")
+        assert pick_precision("auto", GPU, "resnet18") == (fast or "tf32")
         assert pick_precision("auto", GPU, "cnn") == "tf32", "casts cost more than they save"
 
 
-@pytest.mark.parametrize(
-    ("name", "device", "rounds"),
-    [("float32", GPU, False), ("tf32", GPU, True), ("tf32", CPU, False)],
-)
-def test_tf32_lets_a_gpus_convolutions_round_and_float32_does_not(
-    monkeypatch, name, device, rounds
-):
+def test_tf32_lets_a_gpus_convolutions_round_and_float32_does_not(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    assert pick_precision(name, device, "vgg16") == ("tf32" if rounds else "float32")
-    assert torch.backends.cudnn.allow_tf32 == rounds
-    assert not torch.backends.cuda.matmul.allow_tf32, "the server's products stay exact"
+    kinds = ("float32", GPU, "float32"), ("tf32", GPU, "tf32"), ("tf32", CPU, "float32")
+    for name, device, expected in kinds:
+        assert pick_precision(name, device, "vgg16") == expected
+        assert torch.backends.cudnn.allow_tf32 == (expected == "tf32")
+        assert not torch.backends.cuda.matmul.allow_tf32, "the server's products stay exact"
 
 
 @pytest.mark.parametrize(("size", "most"), [(8, 250), (224, 99), (3000, 1)])
 def test_large_images_are_evaluated_in_smaller_batches(tiny, trainer, size, most):
-    found, samples = [], 3 if size == 3000 else 500
-    tiny.x = torch.zeros(1, 1, 1, 1, dtype=torch.uint8).expand(samples, 1, size, size)
-    tiny.y = torch.zeros(samples, dtype=torch.long)
-    model = torch.nn.Conv2d(1, 3, size, bias=False)
-    model.register_forward_hook(
-        lambda model, x, logits: found.append(len(x[0])) or logits[..., 0, 0]
-    )
-    trainer = Trainer(tiny, trainer.clients, model)
-    trainer.predict(trainer.initial, torch.arange(samples))
-    assert max(found) == most and sum(found) == samples
+    tiny.x = torch.zeros(1, 1, 1, 1, dtype=torch.uint8).expand(2, 1, size, size)
+    assert Trainer(tiny, trainer.clients, trainer.model).chunk == most
