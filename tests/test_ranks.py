@@ -36,6 +36,14 @@ def outcome(folder):
     return *helpers.outcome(folder), {file.name for file in folder.iterdir()}
 
 
+def ended(method, flags, folder, first=lambda: None) -> int:
+    """The exit code of a program in this folder."""
+    folder.mkdir(exist_ok=True)
+    process = child(method, flags, folder, first)
+    process.join()
+    return process.exitcode
+
+
 def said(folder):
     """The lines on stderr that are not a bar's."""
     return helpers.lines_of((folder / "err").read_text())
@@ -55,11 +63,9 @@ def folders(tmp_path_factory):
             stdout=out, stderr=err, env={**os.environ, **environment},
         )  # fmt: skip
     for count in ("1", "9"):
-        flags = f"--processes {count}"
-        processes = [child(method, call(method, flags), top / count) for method in CALLS]
-        for process in processes:
-            process.join()
-            assert process.exitcode == 0, said(top / count)
+        for method in CALLS:
+            flags = call(method, f"--processes {count}")
+            assert ended(method, flags, top / count) == 0, said(top / count)
     assert torchrun.wait() == 0, said(top / "torchrun")
     return top
 
@@ -86,20 +92,14 @@ def test_a_rank_that_is_killed_ends_the_run_in_one_line(folders, method, tmp_pat
     (line,) = said(tmp_path)
     assert process.exitcode == 1 and line.startswith(f"{name}.py: a process was ended by SIGKILL")
     assert line.endswith(f"continue with --resume {name}")
-    process = child(method, ["--resume", name, "--processes", "2"], tmp_path)
-    process.join()
-    assert process.exitcode == 0, said(tmp_path)
+    assert ended(method, ["--resume", name, "--processes", "2"], tmp_path) == 0, said(tmp_path)
     assert outcome(tmp_path / name) == outcome(folders / "1" / name)
 
 
 def test_the_client_that_diverges_is_named_whichever_rank_trains_it(folders, tmp_path):
     for i, k in enumerate(helpers.selections(helpers.read_rows(folders / "1/fedavg"))[1]):
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        flags = call(fedavg, "--processes 2")
-        process = child(fedavg, flags, folder, partial(helpers.poison, k, 2))
-        process.join()
-        assert process.exitcode == 2
+        folder, first = tmp_path / str(i), partial(helpers.poison, k, 2)
+        assert ended(fedavg, call(fedavg, "--processes 2"), folder, first) == 2
         assert said(folder) == [f"fedavg.py: client {k} diverged in round 2: lower --lr"]
 
 
@@ -198,9 +198,7 @@ def stop_after(rounds):
 
 
 def test_a_machine_without_the_folder_does_not_leave_the_other_waiting(tmp_path):
-    for rank in (0, 1):
-        (tmp_path / str(rank)).mkdir()
-    child(fedavg, f"{CALL} --processes 1".split(), tmp_path / "0", stop_after(1)).join()
+    ended(fedavg, f"{CALL} --processes 1".split(), tmp_path / "0", stop_after(1))
     (waits, first), (stops, second) = two_nodes(tmp_path, ["--resume run"] * 2)
     assert (first, second) == (1, 2) and "there is no run to resume" in stops[0]
     assert waits == ["fedavg.py: another process has ended, so this one stops"]
@@ -210,9 +208,8 @@ def test_a_machine_without_the_folder_does_not_leave_the_other_waiting(tmp_path)
 def test_two_machines_resume_only_from_the_same_round(folders, tmp_path, rounds):
     """With 0, one machine has the flags alone."""
     for rank, count in enumerate((2, rounds)):
-        (tmp_path / str(rank)).mkdir()
         flags = f"{CALL} --processes 1".split()
-        child(fedavg, flags, tmp_path / str(rank), stop_after(count)).join()
+        ended(fedavg, flags, tmp_path / str(rank), stop_after(count))
     for lines, code in two_nodes(tmp_path, ["--resume run"] * 2):
         assert code == 2 and len(lines) == 1 and "differ in their round" in lines[0], lines
     assert not list(tmp_path.glob("*/run/model.pt"))

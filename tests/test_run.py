@@ -155,7 +155,8 @@ def test_the_model_of_any_run_is_loaded_in_one_line(method, whole, tiny):
         expected = np.zeros((3, 3))
         np.add.at(expected, (tiny.y[tiny.test].numpy(), logits.argmax(1).numpy()), 1)
         assert (table == expected).all()
-        assert [float(n) for n in last["hits"].split()] == expected.diagonal().tolist()
+        for column, counts in (("hits", expected.diagonal()), ("predicted", expected.sum(0))):
+            assert [float(n) for n in last[column].split()] == counts.tolist()
     with pytest.raises(UserError, match="has no model; name a run"):
         load(folder.parent)
 

@@ -74,10 +74,12 @@ def test_what_a_client_learns_does_not_depend_on_who_trained_before(tiny, traine
 
 def test_each_client_gets_its_own_value_and_all_get_the_shared_one(tiny, trainer):
     def update(model, theta, batches, optimizer, own, listed, same):
+        assert model.training
         set_weights(model, 0 * theta + own + same)
         return torch.tensor(listed)
 
     def of_client(model, batches, own, listed, same):
+        assert torch.equal(get_weights(model), trainer.initial) and not model.training
         y = torch.cat([y for _, y in batches])
         return torch.full((2,), own + same), y, torch.tensor(listed)
 
@@ -92,6 +94,7 @@ def test_each_client_gets_its_own_value_and_all_get_the_shared_one(tiny, trainer
     assert [t.tolist() for t in found] == [
         [[104, 104], [101, 101]], tiny.y[[*samples[2], *samples[0]]].view(2, 30).tolist(), [40, 10]
     ]  # fmt: skip
+    trained(trainer, (1,), 1, update, per_client=own, same=0.0)  # it is in training mode again
 
 
 def test_a_clients_loss_is_the_mean_over_its_steps(tiny, trainer):
