@@ -52,13 +52,6 @@ def draw_images(folder, parts=("train", "test"), classes=("cat", "dog"), n=3) ->
 # ---------------------------------------------------------------- what a run begins with
 
 
-def settings(**changes) -> Namespace:
-    """All shared flags with their defaults, but for these changes."""
-    words = ["--out", "run", "--precision", "float32", "--device", "cpu"]
-    args = flags.parse(__file__, "Test", {"mnist": {}}, {}, lambda add: None, words)
-    return Namespace(**{**vars(args), "seed": 0, **changes})
-
-
 def parse(method, words: str) -> Namespace:
     """The flags of this method's program."""
     own = method.SETTINGS, method.SMALL, method.own_flags
@@ -77,6 +70,17 @@ def prepared(method, words: str) -> tuple[Namespace, Dataset, Clients, Trainer]:
     data, clients, model = setup.assemble(args, getattr(method, "build_model", setup.build_model))
     trainer = Trainer(data, clients, model, local=setup.local_training(args), seed=args.seed)
     return args, data, clients, trainer
+
+
+def poison(client: int, t: int, patch=setattr) -> None:
+    """In round t the images of this client are NaN, so it diverges."""
+    batches = Trainer._batches
+
+    def poisoned(self, *where):
+        for x, y in batches(self, *where):
+            yield x * (torch.nan if where[:2] == (client, t) else 1), y
+
+    patch(Trainer, "_batches", poisoned)
 
 
 # ---------------------------------------------------------------- what a run leaves
@@ -129,13 +133,14 @@ def loss_and_gradient(model, theta, data, samples) -> tuple[torch.Tensor, torch.
 
 
 def sgd_by_hand(args, data, model, theta, samples, t, k):
-    """Local training by its definition: v <- momentum v + grad, then theta <- theta - lr v."""
-    rng, v = random_at(args.seed, "batches", t, k), 0
+    """Local training by its definition: v <- momentum v + grad + decay theta, theta -= lr_t v."""
+    rng, v, lr = random_at(args.seed, "batches", t, k), 0, args.lr * args.lr_decay ** (t - 1)
     for _ in range(args.local_epochs):
         order = samples[torch.from_numpy(rng.permutation(len(samples)))]
         for batch in order.split(args.batch_size):
-            v = args.momentum * v + loss_and_gradient(model, theta, data, batch)[1]
-            theta = theta - args.lr * v
+            gradient = loss_and_gradient(model, theta, data, batch)[1]
+            v = args.momentum * v + gradient + args.weight_decay * theta
+            theta = theta - lr * v
     return theta
 
 
@@ -145,14 +150,3 @@ def largest_by_numpy(updates) -> np.ndarray:
     g = g / np.linalg.norm(g, axis=1, keepdims=True)
     similarity = g @ g.T - 9 * np.eye(len(g))
     return np.maximum(similarity, similarity.T).max(1)
-
-
-def poison(monkeypatch, *clients) -> None:
-    """From now on the images of these clients are NaN, so their uploads are never finite."""
-    batches = Trainer._batches
-
-    def poisoned(self, k, t, total):
-        for x, y in batches(self, k, t, total):
-            yield x * (torch.nan if k in clients else 1), y
-
-    monkeypatch.setattr(Trainer, "_batches", poisoned)

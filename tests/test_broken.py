@@ -9,7 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, draw_images, make_tiny, settings
+from helpers import ROOT, draw_images, make_tiny
 
 import convex_hull_select
 import fedavg
@@ -17,7 +17,7 @@ from common import UserError
 from common.data import Dataset
 from common.folders import image_folder
 from common.runner import plots
-from common.splits import deal
+from common.splits import make_clients
 
 TINY = (
     "--model cnn --width 0.125 --image-size 8 --rounds 3 --local-epochs 1 --clients 2 "
@@ -40,7 +40,7 @@ def test_a_single_class_is_refused(launched, tmp_path):
 def test_a_class_may_have_any_name_in_pictures(tmp_path):
     tiny, names = make_tiny(), [r"$\frac$", "$", "c"]
     data = Dataset("x", tiny.x, tiny.y, tiny.train, tiny.test, names, tiny.domain, ["$x", "b"])
-    clients = deal(data, settings(partition="iid", clients=3))
+    clients = make_clients(data, partition="iid", clients=3)
     plots.partition(tmp_path / "partition.png", data, clients)
     assert (tmp_path / "partition.png").stat().st_size > 1000
 

@@ -2,18 +2,16 @@
 
 import pytest
 import torch
-from helpers import settings
 
 import convex_hull_select
 import fedavg
 import fediir
 import uefl
-from common.devices import pick_device, pick_precision, seeded
+from common.devices import pick_device, pick_precision
 from common.models import build
-from common.train import Trainer, get_weights, local_solver
+from common.train import LocalTraining, Trainer, local_solver
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
@@ -30,15 +28,13 @@ def full_precision():  # by hand: monkeypatch cannot undo an attribute that only
 @pytest.mark.parametrize("name", ["cnn", "convnet", "resblocks"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_training_on_a_gpu_is_training_on_a_cpu(tiny, trainer, name, optimizer, full_precision):
-    args, deltas = settings(local_epochs=1, batch_size=16, lr=0.01, optimizer=optimizer), []
-    for device in (CPU, GPU):
-        with seeded(CPU, 0, "model"):
-            model = build(name, (1, 8, 8), 3, width=0.125)
-        model = model.to(device, memory_format=torch.channels_last)
-        on_device = Trainer(tiny, trainer.clients, device, args)
-        theta = get_weights(model)
-        _, thetas, _ = on_device.train(local_solver, model, theta, torch.tensor([0]), 1)
-        deltas.append((thetas - theta).cpu())
+    local, deltas = LocalTraining(1, 16, 0.01, optimizer), []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = build(name, (1, 8, 8), 3, width=0.125)
+        there = Trainer(tiny, trainer.clients, model, device, local)
+        thetas, _ = there.train(local_solver, there.initial, torch.tensor([0]), 1)
+        deltas.append((thetas - there.initial).cpu())
     error = (deltas[0] - deltas[1]).norm() / deltas[0].norm()
     assert error < (1e-4 if optimizer == "sgd" else 1e-2), "Adam divides by rounding errors"
 
@@ -59,4 +55,4 @@ def test_a_run_on_a_gpu(start, method):
 def test_auto_takes_the_gpu_and_the_precision_of_its_hardware(full_precision):
     assert pick_device("auto").type == "cuda"
     expected = "bfloat16" if torch.cuda.is_bf16_supported(False) else "tf32"
-    assert pick_precision("auto", GPU, "resnet18") == expected
+    assert pick_precision("auto", torch.device("cuda"), "resnet18") == expected

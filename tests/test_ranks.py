@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import helpers
@@ -35,6 +36,14 @@ def outcome(folder):
     return *helpers.outcome(folder), {file.name for file in folder.iterdir()}
 
 
+def ended(method, flags, folder, first=lambda: None) -> int:
+    """The exit code of a program in this folder."""
+    folder.mkdir(exist_ok=True)
+    process = child(method, flags, folder, first)
+    process.join()
+    return process.exitcode
+
+
 def said(folder):
     """The lines on stderr that are not a bar's."""
     return helpers.lines_of((folder / "err").read_text())
@@ -54,11 +63,9 @@ def folders(tmp_path_factory):
             stdout=out, stderr=err, env={**os.environ, **environment},
         )  # fmt: skip
     for count in ("1", "9"):
-        flags = f"--processes {count}"
-        processes = [child(method, call(method, flags), top / count) for method in CALLS]
-        for process in processes:
-            process.join()
-            assert process.exitcode == 0, said(top / count)
+        for method in CALLS:
+            flags = call(method, f"--processes {count}")
+            assert ended(method, flags, top / count) == 0, said(top / count)
     assert torchrun.wait() == 0, said(top / "torchrun")
     return top
 
@@ -85,17 +92,22 @@ def test_a_rank_that_is_killed_ends_the_run_in_one_line(folders, method, tmp_pat
     (line,) = said(tmp_path)
     assert process.exitcode == 1 and line.startswith(f"{name}.py: a process was ended by SIGKILL")
     assert line.endswith(f"continue with --resume {name}")
-    process = child(method, ["--resume", name, "--processes", "2"], tmp_path)
-    process.join()
-    assert process.exitcode == 0, said(tmp_path)
+    assert ended(method, ["--resume", name, "--processes", "2"], tmp_path) == 0, said(tmp_path)
     assert outcome(tmp_path / name) == outcome(folders / "1" / name)
 
 
-def test_a_users_mistake_is_one_line_from_several_processes(tmp_path):
-    process = child(fedavg, call(fedavg, "--lr 1e8 --processes 3"), tmp_path)
-    process.join()
-    (line,) = [line for line in said(tmp_path) if not line.startswith("round")]
-    assert process.exitcode == 2 and line.startswith("fedavg.py: ") and line.endswith("lower --lr")
+def test_the_client_that_diverges_is_named_whichever_rank_trains_it(folders, tmp_path):
+    for i, k in enumerate(helpers.selections(helpers.read_rows(folders / "1/fedavg"))[1]):
+        folder, first = tmp_path / str(i), partial(helpers.poison, k, 2)
+        assert ended(fedavg, call(fedavg, "--processes 2"), folder, first) == 2
+        assert said(folder) == [f"fedavg.py: client {k} diverged in round 2: lower --lr"]
+
+
+def test_results_of_several_ranks_come_in_the_order_of_their_numbers(monkeypatch):
+    one, two, three = ((torch.tensor(i), torch.zeros(i)) for i in (1, 2, 3))
+    monkeypatch.setattr(ranks, "COUNT", 2)
+    monkeypatch.setattr(ranks, "exchange", lambda mine: [mine, {1: two}])
+    assert [len(b) for _, b in ranks.gather({2: three, 0: one})] == [1, 2, 3]
 
 
 # -------------------------------------------------------------- two machines that torchrun connects
@@ -186,9 +198,7 @@ def stop_after(rounds):
 
 
 def test_a_machine_without_the_folder_does_not_leave_the_other_waiting(tmp_path):
-    for rank in (0, 1):
-        (tmp_path / str(rank)).mkdir()
-    child(fedavg, f"{CALL} --processes 1".split(), tmp_path / "0", stop_after(1)).join()
+    ended(fedavg, f"{CALL} --processes 1".split(), tmp_path / "0", stop_after(1))
     (waits, first), (stops, second) = two_nodes(tmp_path, ["--resume run"] * 2)
     assert (first, second) == (1, 2) and "there is no run to resume" in stops[0]
     assert waits == ["fedavg.py: another process has ended, so this one stops"]
@@ -198,9 +208,8 @@ def test_a_machine_without_the_folder_does_not_leave_the_other_waiting(tmp_path)
 def test_two_machines_resume_only_from_the_same_round(folders, tmp_path, rounds):
     """With 0, one machine has the flags alone."""
     for rank, count in enumerate((2, rounds)):
-        (tmp_path / str(rank)).mkdir()
         flags = f"{CALL} --processes 1".split()
-        child(fedavg, flags, tmp_path / str(rank), stop_after(count)).join()
+        ended(fedavg, flags, tmp_path / str(rank), stop_after(count))
     for lines, code in two_nodes(tmp_path, ["--resume run"] * 2):
         assert code == 2 and len(lines) == 1 and "differ in their round" in lines[0], lines
     assert not list(tmp_path.glob("*/run/model.pt"))
@@ -284,13 +293,9 @@ def test_a_program_that_torchrun_started_ends_its_connections(monkeypatch):
 def test_more_processes_than_gpus_are_one_line_from_all_of_them(monkeypatch, name, gpus):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for where in ("COUNT", "LOCAL_COUNT"):
+        monkeypatch.setattr(ranks, where, 3)
     for rank in range(3):
-        for where, value in {
-            "COUNT": 3,
-            "RANK": rank,
-            "LOCAL_COUNT": 3,
-            "LOCAL_RANK": rank,
-        }.items():
-            monkeypatch.setattr(ranks, where, value)
+        monkeypatch.setattr(ranks, "LOCAL_RANK", rank)
         with pytest.raises(UserError, match=f"3 processes .* would share {gpus} GPUs"):
             pick_device(name)

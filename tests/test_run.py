@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import outcome, parse, parsed, read_rows, settings
+from helpers import kept, outcome, parse, parsed, poison, prepared, read_rows
 from matplotlib.figure import Figure
 from scipy.stats import ttest_rel
 
@@ -28,12 +28,12 @@ import uefl
 from common import UserError
 from common.runner import compare, plots, runs
 from common.runner.load import load
-from common.splits import deal
+from common.splits import make_clients
 from common.train import Trainer
 
 WU = (
     "--model cnn --width 0.125 --local-epochs 1 --batch-size 16 --partition dirichlet --clients 6 "
-    "--participating 4 --sample 2 --rounds 4 "
+    "--participating 4 --sample 2 --rounds 4 --evaluate-every 1 "
 )
 CUTS = {
     **dict.fromkeys([fedavg, entropy_weighting, minimax_select], WU),
@@ -63,27 +63,29 @@ MORE_FILES = {
 
 @pytest.fixture
 def new_run(tiny, tmp_path, monkeypatch):
-    """new_run(lr=3, ...) is a Run that nobody has started, in an empty folder."""
+    """new_run("--flag value ...", choose) is a Run in the folder `run`, of a model of 2 weights."""
     monkeypatch.chdir(tmp_path)
+    clients, model = make_clients(tiny, 0, "iid", clients=3), torch.nn.Linear(1, 1)
 
-    def make(**changes):
-        args = settings(partition="iid", clients=3, name="FedAvg", **changes)
-        return runs.Run(args, tiny, deal(tiny, args), torch.nn.Linear(1, 1), torch.device("cpu"))
+    def make(flags="", choose=None):
+        args = parsed(fedavg, f"--partition iid --out run --rounds 100 {flags}")
+        args.name = "FedAvg"
+        return runs.Run(args, tiny, clients, model, torch.device("cpu"), choose)
 
     return make
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory):
+def wholes(tmp_path_factory):
     return tmp_path_factory.mktemp("whole")
 
 
 @pytest.fixture
-def whole(start, kept, tmp_path):
+def whole(start, wholes, tmp_path):
     """whole(method) is the folder of a run without baselines, or a copy of it."""
 
     def copy(method):
-        done = kept / method.__name__
+        done = wholes / method.__name__
         if not done.exists():
             shutil.copytree(start(method, CUTS[method] + "--no-compare --out whole"), done)
         return Path(shutil.copytree(done, tmp_path / "whole", dirs_exist_ok=True))
@@ -105,10 +107,24 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(start, start_and_stop, w
 
 
 @pytest.mark.parametrize("method", CUTS)
+def test_a_notebooks_loop_is_the_run(whole, method):
+    """It has no Run. Every number in its state is that of the run."""
+    folder = whole(method)
+    args, _, clients, trainer = prepared(method, CUTS[method])
+    rounds = list(method.federate(args, clients, trainer, {}))
+    (state, _), expected = rounds[-1], kept(folder)
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(torch.as_tensor(state[name]), torch.as_tensor(value)), name
+    for (_, row), saved in zip(rounds, read_rows(folder), strict=True):
+        assert float(saved["id_accuracy"]) == pytest.approx(float(row["id_accuracy"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("method", CUTS)
 def test_baselines_are_ordinary_runs_that_anybody_can_start_by_hand(start, method):
     """Each has its flags, metrics, checkpoint, model and pictures, and can be resumed."""
     folder = start(method, CUTS[method])
-    files = {"about.txt", "args.json", "metrics.csv", "checkpoint.pt", "model.pt"}
+    files = {"args.json", "metrics.csv", "checkpoint.pt", "model.pt"}
     files |= {"confusion.csv", "confusion.png", "partition.png", *MORE_FILES.get(method, [])}
     assert {file.name for file in folder.iterdir()} == {*files, "curves.png"}
     siblings = {f"run-{name}" for name in BASELINES[method]}
@@ -139,20 +155,10 @@ def test_the_model_of_any_run_is_loaded_in_one_line(method, whole, tiny):
         expected = np.zeros((3, 3))
         np.add.at(expected, (tiny.y[tiny.test].numpy(), logits.argmax(1).numpy()), 1)
         assert (table == expected).all()
-        assert [float(n) for n in last["hits"].split()] == expected.diagonal().tolist()
+        for column, counts in (("hits", expected.diagonal()), ("predicted", expected.sum(0))):
+            assert [float(n) for n in last[column].split()] == counts.tolist()
     with pytest.raises(UserError, match="has no model; name a run"):
         load(folder.parent)
-
-
-@pytest.mark.parametrize("method", [convex_hull_select, uefl])
-def test_the_text_for_a_report_says_what_has_happened(method, whole):
-    """A hull has as many vertices as it has, and UEFL's last iteration ends in its fourth round."""
-    folder = whole(method)
-    about = (folder / "about.txt").read_text()
-    weights = [t for t in torch.load(folder / "model.pt").values() if t.is_floating_point()]
-    trained = sorted({len(row["selected"].split()) for row in read_rows(folder)})
-    assert f"{trained[0]}{f' to {trained[-1]}' * (len(trained) > 1)} train per round" in about
-    assert f"has {sum(t.numel() for t in weights):,} weights" in about and "In 4 rounds" in about
 
 
 def test_a_run_that_was_stopped_in_its_baseline_goes_on_there(start, start_and_stop, capsys):
@@ -191,7 +197,7 @@ def test_several_seeds_and_domains_are_runs_as_by_hand_and_resume_repeats_nothin
     rounds, train = [], Trainer.train
 
     def count(self, *args, **more):
-        rounds.append(args[4])
+        rounds.append(args[3])
         return train(self, *args, **more)
 
     with monkeypatch.context() as patch:
@@ -243,13 +249,14 @@ MISTAKES = [
     (fedavg, "--rotate left", "--rotate: invalid number value: 'left'"),
     (uefl, "--partition domain --rotate 0 360", "name each angle once"),
     (fedavg, "--clients 40 --participating 50", "--participating 50 is more than the 40 clients"),
-    (fedavg, "--participating 40 --sample 50", "--sample 50: only 40 clients participate"),
+    (fedavg, "--participating 40 --sample 50", "--sample 50: only 40 of 100 clients participate"),
     (fedavg, "--clients 5000", "samples are too few for 5000 clients"),
     (fedavg, "--partition domain --clients 3", "--clients 3 is fewer than the 5 training domains"),
     (minimax_select, "--clients 3", "over 3 clients"),
     (fedavg, "--test-domain gothic", "no domain 'gothic' in glyphs; its domains are sans, serif"),
     (fedavg, "--dataset broken --test-domain all", "1.png cannot be read"),
     (fedavg, "--partition silos", "needs --silos"),
+    (uefl, "--sample 3", "--sample: in UEFL all clients train"),
     (uefl, "--silos 3 3", "give a number for each of 3 domains"),
     (uefl, "--silo-size 50000", "lower --silo-size"),
     (fedavg, "--model vgg99", "--model: invalid choice: 'vgg99'"),
@@ -294,13 +301,17 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(method, typed, says, tmp
     assert after == before, "torchvision may make its own empty folder, but nothing else appears"
 
 
-@pytest.mark.parametrize("lr", ["1e8", "1e9"])
-def test_divergence_is_named(start, launched, lr):
-    """With 1e8 all weights stay finite, but the largest of NaN logits would be class 0."""
-    cut = CUTS[fedavg] + f"--local-epochs 3 --lr {lr}"
-    code, lines = launched(fedavg, cut, start)
-    assert code == 2 and lines[-1].startswith("fedavg.py: training diverged")
-    assert lines[-1].endswith("lower --lr")
+def test_a_run_that_diverges_names_the_client_and_keeps_what_it_has(
+    start, launched, whole, monkeypatch
+):
+    expected = outcome(whole(fedavg))
+    k = expected[1][2]["selected"].split()[1]
+    with monkeypatch.context() as patch:
+        poison(int(k), 3, patch.setattr)
+        code, lines = launched(fedavg, CUTS[fedavg] + "--no-compare", start)
+    assert code == 2 and lines[-1] == f"fedavg.py: client {k} diverged in round 3: lower --lr"
+    assert outcome(Path("run"))[1] == expected[1][:2]
+    assert outcome(start(fedavg, "--resume run")) == expected
 
 
 def test_a_baseline_never_overwrites_another_run(start):
@@ -312,10 +323,9 @@ def test_a_baseline_never_overwrites_another_run(start):
 
 
 def test_of_two_runs_that_start_together_the_second_is_refused(new_run):
-    first, second = new_run(), new_run(lr=3)
-    next(first.rounds(2))
+    first = new_run()
     with pytest.raises(UserError, match="run is taken"):
-        next(second.rounds(2))
+        new_run("--lr 3")
     assert json.loads(Path("run/args.json").read_text())["flags"]["lr"] == first.args.lr
 
 
@@ -354,33 +364,35 @@ def test_the_baseline_of_a_run_in_this_folder_is_not_inside_it(tmp_path, monkeyp
     assert compare.folder_of(out, "random", "FedAvg").parent == tmp_path.parent
 
 
-def test_what_a_copy_records_is_converted_or_refused_in_the_first_round(
+def test_what_a_copy_yields_is_converted_or_refused_in_the_first_round(
     new_run, tmp_path, monkeypatch
 ):
     run = new_run()
-    next(run.rounds(1))
-    values = {"a": (1, 2.5), "b": np.float64(0.5), "c": np.arange(3), "d": torch.tensor(True)}
-    run.record(1, {"theta": torch.ones(2), "best": {"round": 3}}, [0], **values, e=None, f=7)
-    [row] = read_rows(tmp_path / "run")
-    assert [row[name] for name in "abcdf"] == ["1 2.5", "0.5", "0 1 2", "1", "7"]
+    row = {"a": (1, 2.5), "b": np.float64(0.5), "c": np.arange(3), "d": torch.tensor(True), "f": 7}
+    state = {"t": 1, "theta": torch.ones(2), "mine": {"list": [3, 0.5, None]}}
+    run.record(state, row)
+    [found] = read_rows(tmp_path / "run")
+    assert [found[name] for name in row] == ["1 2.5", "0.5", "0 1 2", "1", "7"]
     saved = torch.load("run/checkpoint.pt", weights_only=True)
     assert saved["rows"][0]["b"] == 0.5 and saved["rows"][0]["c"] == [0, 1, 2]
-    for wrong in ("text", {"x": 1}, [[1], [1, 2]], run):
+    assert saved["state"]["mine"] == state["mine"]
+    for wrong in ("text", {"x": 1}, [[1], [1, 2]], run, None):
         with pytest.raises(UserError, match="wrong is no number and no list of numbers"):
-            run.record(1, {}, [0], wrong=wrong)
+            run.record(state, {"wrong": wrong})
     monkeypatch.chdir(tmp_path / "run")
-    run = new_run()
-    next(run.rounds(1))
     with pytest.raises(UserError, match="something else than numbers and tensors"):
-        run.record(1, {"mean": np.float64(0.5)}, [0])
+        new_run().record({"t": 1, "mean": np.float64(0.5)}, {})
 
 
 def test_the_best_model_stays_if_a_copy_changes_its_weights_in_place(new_run):
-    run, theta = new_run(), torch.zeros(2)
-    for t in run.rounds(3):
+    """Its round is the first one with the largest value, and rounds without one do not count."""
+    run, theta = new_run(choose="id_accuracy"), torch.zeros(2)
+    for t, accuracy in enumerate([0.2, None, 0.9, 0.5, 0.9], 1):
         theta += 1
-        run.record(t, {"theta": theta}, [0], candidate=theta, id_accuracy=[0.2, 0.9, 0.5][t - 1])
-    assert run.best.tolist() == [2, 2]
+        run.record({"t": t, "theta": theta}, {"id_accuracy": accuracy} if accuracy else {})
+    run.finish()
+    ends = [torch.load(f"run/{name}.pt") for name in ("model", "best_id")]
+    assert [[weight.item() for weight in end.values()] for end in ends] == [[5, 5], [3, 3]]
 
 
 def test_checkpoints_take_at_most_a_hundredth_of_the_time(new_run, monkeypatch):
@@ -395,9 +407,9 @@ def test_checkpoints_take_at_most_a_hundredth_of_the_time(new_run, monkeypatch):
 
     monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(run, "_write", write)
-    for t in run.rounds(100):
+    for t in range(1, 101):
         clock[0] += 10
-        run.record(t, {}, [0])
+        run.record({"t": t}, {})
     assert saves[0] == 1 and 5 <= len(saves) <= 7
     assert np.diff(saves).min() >= 19
 
@@ -447,7 +459,8 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(start, launched, monkeypatch,
 
 @pytest.mark.parametrize("method", CUTS)
 def test_each_file_is_a_program(method, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [method.__file__, "--dataset", "nope"])
+    words = [method.__file__, "--dataset", "nope", "--test-domain", "a"]
+    monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as end:
         runpy.run_path(method.__file__, run_name="__main__")
     out, err = capsys.readouterr()
@@ -484,7 +497,9 @@ def test_every_default_is_one_that_a_user_could_type(method):
             assert typed == given
 
 
-def test_evaluations_come_every_so_many_rounds_and_after_the_last(start):
-    found = read_rows(start(fedavg, CUTS[fedavg] + "--evaluate-every 3 --no-compare"))
-    assert [row["round"] for row in found if row["id_accuracy"]] == ["3", "4"]
+@pytest.mark.parametrize(("method", "rounds"), [(fedavg, "34"), (uefl, "234")])
+def test_evaluations_come_every_so_many_rounds_and_after_the_last(start, method, rounds):
+    """In UEFL after the last of an iteration, because its clients are then chosen by them."""
+    found = read_rows(start(method, CUTS[method] + "--evaluate-every 3 --no-compare"))
+    assert [row["round"] for row in found if row["id_accuracy"]] == [*rounds]
     assert all(row["train_loss"] for row in found)

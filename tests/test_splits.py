@@ -3,19 +3,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import settings
 
 from common import UserError, random_at
 from common.data import Dataset
-from common.splits import by_domain, deal, dirichlet, draw, hold_out, shards
+from common.splits import by_domain, dirichlet, draw, hold_out, make_clients, shards
 
 
 def all_once(parts, pool):
     return sorted(torch.cat(parts).tolist()) == sorted(pool.tolist())
-
-
-def dealt(data, partition, **flags):
-    return deal(data, settings(partition=partition, **flags))
 
 
 # ---------------------------------------------------------------- the partitions
@@ -143,9 +138,9 @@ def held_by(clients):
 )
 def test_no_sample_has_two_owners_and_a_seed_gives_the_same_clients(partition, test_domain):
     data = ten_classes()
-    silo_flags = {"silos": [4] if test_domain else [4, 3], "silo_size": 150}
+    silo_flags = {"silo_numbers": [4] if test_domain else [4, 3], "silo_size": 150}
     flags = {"test_domain": test_domain, "clients": 13, **silo_flags}
-    clients, again, other = (dealt(data, partition, seed=seed, **flags) for seed in (5, 5, 6))
+    clients, again, other = (make_clients(data, seed, partition, **flags) for seed in (5, 5, 6))
     held, ood = torch.cat(held_by(clients)), clients.tests.get("ood", data.test[:0])
     assert len(held.unique()) == len(held) and not torch.isin(held, ood).any()
     assert min(map(len, held_by(clients))) >= 10
@@ -163,8 +158,8 @@ def test_no_sample_has_two_owners_and_a_seed_gives_the_same_clients(partition, t
 
 @pytest.mark.parametrize("partition", ["iid", "domain"])
 def test_the_participating_clients_come_first_and_are_those_of_the_draw(tiny, partition):
-    everybody = dealt(tiny, partition, seed=1, clients=8, participating=8)
-    some = dealt(tiny, partition, seed=1, clients=8, participating=2)
+    everybody = make_clients(tiny, 1, partition, clients=8, participating=8)
+    some = make_clients(tiny, 1, partition, clients=8, participating=2)
     drawn = draw(torch.arange(8), 2, random_at(1, "participate")).tolist()
     order = drawn + [k for k in range(8) if k not in drawn]
     assert drawn != [0, 1], "the draw changes the order"
@@ -174,34 +169,32 @@ def test_the_participating_clients_come_first_and_are_those_of_the_draw(tiny, pa
     assert some.ids.tolist() == [0, 1]
     assert some.sizes.tolist() == [len(everybody.train[k]) for k in order]
     assert torch.equal(some.held_out, torch.cat([everybody.test[k] for k in drawn]))
+    labels = [tiny.y[samples].tolist() for samples in some.train]
+    assert some.label_counts.tolist() == [[y.count(c) for c in range(3)] for y in labels]
     for group, held in zip(some.groups, held_by(some), strict=True):
         of_client = {tiny.domains[d] for d in tiny.domain[held]}
         assert of_client == {group} if partition == "domain" else group == ""
 
 
 def test_by_default_4_in_10_clients_participate_or_those_of_all_domains(tiny):
-    for partition, n, m, k in (
-        ("iid", 10, 4, 2),
-        ("iid", 1, 1, 1),
-        ("shards", 10, 4, 2),
-        ("domain", 6, 6, 2),
-    ):
-        found = dealt(tiny, partition, clients=n)
-        assert (found.participating, found.sample) == (m, k)
+    few = ("iid", 10, 4, 2), ("iid", 1, 1, 1), ("shards", 10, 4, 2), ("domain", 6, 6, 2)
+    for partition, n, m, k in few:
+        found = make_clients(tiny, 0, partition, clients=n)
+        assert (found.participating, found.per_round) == (m, k)
 
 
 def test_with_nothing_held_out_clients_train_on_all_their_samples(tiny):
-    clients = dealt(tiny, "iid", clients=4, held_out=0)
+    clients = make_clients(tiny, 0, "iid", clients=4, held_out=0)
     assert all_once(clients.train, tiny.train) and not len(clients.held_out)
-    some = dealt(tiny, "iid", clients=4, held_out=0.3)
+    some = make_clients(tiny, 0, "iid", clients=4, held_out=0.3)
     assert [len(samples) for samples in some.test] == [9] * 4
     with pytest.raises(UserError, match="some for testing"):
-        dealt(replace(tiny, test=tiny.test[:0]), "iid", clients=4, held_out=0)
+        make_clients(replace(tiny, test=tiny.test[:0]), 0, "iid", clients=4, held_out=0)
 
 
 def test_silos_are_tested_on_their_own_domain_of_the_standard_test_set(tiny):
-    clients = dealt(tiny, "silos", silos=[2, 1], silo_size=20)
-    assert clients.participating == clients.sample == 3
+    clients = make_clients(tiny, 0, "silos", silo_numbers=[2, 1], silo_size=20)
+    assert clients.participating == clients.per_round == 3
     assert clients.groups == ["light", "light", "dark"]
     assert [len(t) for t in clients.train] == [20, 20, 20]
     assert torch.isin(torch.cat(clients.test), tiny.test).all()
@@ -212,18 +205,19 @@ def test_silos_are_tested_on_their_own_domain_of_the_standard_test_set(tiny):
 
 def test_a_silos_size_is_that_of_its_training_samples_also_without_a_test_set(tiny):
     """Then a silo gives a fifth of its samples for testing, so it is dealt more than its size."""
+    data = replace(tiny, test=tiny.test[:0])
     for size in range(9, 26):
-        clients = dealt(replace(tiny, test=tiny.test[:0]), "silos", silos=[1, 1], silo_size=size)
+        clients = make_clients(data, 0, "silos", silo_numbers=[1, 1], silo_size=size)
         assert [len(t) for t in clients.train] == [size, size]
 
 
 def test_further_test_sets_are_left_out_where_clients_train_on_their_images(tiny):
     data = replace(tiny, extra={"neutral": tiny.test})
-    assert torch.equal(dealt(data, "iid", clients=4).tests["neutral"], tiny.test)
-    assert "neutral" not in dealt(data, "iid", clients=4, test_domain="dark").tests
+    assert torch.equal(make_clients(data, 0, "iid", clients=4).tests["neutral"], tiny.test)
+    assert "neutral" not in make_clients(data, 0, "iid", clients=4, test_domain="dark").tests
     only_test = tiny.domain.clone().index_fill(0, tiny.test, 2)
     data = replace(data, domain=only_test, domains=["light", "dark", "test"])
-    assert "neutral" in dealt(data, "domain", test_domain="test").tests
+    assert "neutral" in make_clients(data, 0, "domain", test_domain="test").tests
 
 
 @pytest.mark.parametrize("test_domain", [None, "dark"])
@@ -232,7 +226,7 @@ def test_a_rare_class_is_held_by_one_client_or_two_that_hold_nothing_else(
     partition, holders, test_domain
 ):
     data = ten_classes()
-    clients = dealt(data, partition, seed=3, clients=20, test_domain=test_domain)
+    clients = make_clients(data, 3, partition, clients=20, test_domain=test_domain)
     held = [set(data.y[samples].tolist()) for samples in held_by(clients)]
     for c in (7, 8, 9):
         assert [labels for labels in held if c in labels] == [{c}] * holders
@@ -246,7 +240,7 @@ def test_a_rare_class_is_held_by_one_client_or_two_that_hold_nothing_else(
 @pytest.mark.parametrize("n", [9, 40])
 def test_three_of_four_specialists_hold_one_class(n):
     data = ten_classes()
-    clients = dealt(data, "specialists", clients=n)
+    clients = make_clients(data, 0, "specialists", clients=n)
     labels = [data.y[samples] for samples in held_by(clients)]
     single = [int(y[0]) for y in labels if len(y.unique()) == 1]
     shares = np.bincount(single, minlength=10)
@@ -262,4 +256,4 @@ def test_three_of_four_specialists_hold_one_class(n):
 
 def test_three_rare_classes_need_two_others(tiny):
     with pytest.raises(UserError, match="needs 5 classes"):
-        dealt(tiny, "rare", clients=8)
+        make_clients(tiny, 0, "rare", clients=8)
