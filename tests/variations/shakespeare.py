@@ -3,12 +3,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import make_tiny, settings
+from helpers import make_tiny
 
 import common.data
 from common import UserError, random_at
 from common.models import build
-from common.splits import deal
+from common.splits import make_clients
 
 load = common.data.load
 
@@ -50,7 +50,7 @@ def test_leafs_json(tmp_path):
 
 def test_each_speaker_is_a_client(tmp_path):
     data, _ = play(tmp_path, 5)
-    clients = deal(data, settings(partition="speaker"))
+    clients = make_clients(data, partition="speaker")
     assert len(clients.train) == 5 and clients.participating == 2
     speakers = [data.domain[train[0]].item() for train in clients.train]
     assert sorted(speakers) == [0, 1, 2, 3, 4]
@@ -91,6 +91,6 @@ def test_what_does_not_fit_is_refused(tmp_path):
         load(str(tmp_path / "bad.json"))
     for data, partition in ((play(tmp_path, 2)[0], "dirichlet"), (make_tiny(), "speaker")):
         with pytest.raises(UserError, match="--partition speaker is for text"):
-            deal(data, settings(partition=partition))
+            make_clients(data, partition=partition)
     with pytest.raises(UserError, match="choose charrnn for text"):
         build("cnn", (80,), 5)
