@@ -7,21 +7,18 @@ All samples are in one pool, and a client or a test set is a tensor of positions
 ten thousand clients need ten thousand small tensors, but no copy of an image.
 """
 
-import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
-from tqdm.contrib.concurrent import thread_map
 
 from common import UserError, first_line
+from common.folders import decode, image_folder
 from common.glyphs import coloured, glyphs
 
 COLOURS = {  # how often the colour agrees with the label in three domains, and if it is left out
@@ -30,8 +27,17 @@ COLOURS = {  # how often the colour agrees with the label in three domains, and 
     "colours-grey": ((1.0, 0.6, 0.1), True),
 }
 DRAWN = ["glyphs", *COLOURS]  # by the program, so that no download is needed
-NAMES = [*DRAWN, "mnist", "fmnist", "emnist", "cifar10", "cifar100", "gtsrb"]
-ENDINGS = [".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"]
+PUBLIC = {  # name -> torchvision's class, and how many training and test images there are
+    "mnist": ("MNIST", 60_000, 10_000),
+    "fmnist": ("FashionMNIST", 60_000, 10_000),
+    "emnist": ("EMNIST", 240_000, 40_000),  # the digits
+    "emnist-letters": ("EMNIST", 124_800, 20_800),
+    "emnist-balanced": ("EMNIST", 112_800, 18_800),
+    "cifar10": ("CIFAR10", 50_000, 10_000),
+    "cifar100": ("CIFAR100", 50_000, 10_000),
+    "gtsrb": ("GTSRB", 26_640, 12_630),
+}
+NAMES = [*DRAWN, *PUBLIC]
 
 
 @dataclass
@@ -65,7 +71,6 @@ class Dataset:
         return crc
 
 
-@lru_cache(maxsize=1)  # a run and its baselines share their data
 def load(
     name: str,
     root: str | Path = "data",
@@ -80,26 +85,45 @@ def load(
     rotate      angles for rotated()
     seed        seed for rotated()
 
-    Raises UserError if there is no such data set, or if it cannot be read and cannot be downloaded.
+    Raises UserError if there is no such data set, if it cannot be read and cannot be downloaded, or
+    if a data set with a name has not as many images as it should.
     """
-    root = Path(root)
+    # A folder of images that has changed since the last call is read anew
+    place = Path(root, name) if name in NAMES else Path(name)
+    stats = [(str(path), path.lstat()) for path in place.rglob("*")]
+    files = frozenset((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
+    return _load(name, Path(root), image_size, tuple(rotate), seed, files)
+
+
+@lru_cache(maxsize=1)  # a run and its baselines share their data
+def _load(name, root, image_size, rotate, seed, files) -> Dataset:
+    """load() of what is in these files."""
     jpegs, batches = root / "cifar10", root / "cifar-10-batches-py"  # its images, torchvision's
     if name == "glyphs":
         data = Dataset(name, **glyphs())
     elif name in COLOURS:
         data = Dataset(name, **coloured(*COLOURS[name]))
     elif name == "cifar10" and jpegs.is_dir() and not batches.exists():
-        data = image_folder(jpegs, 32)
+        data = Dataset(name, **image_folder(jpegs, 32))
     elif name in NAMES:
         data = _from_torchvision(name, root)
     elif Path(name).is_dir():
-        data = image_folder(Path(name), image_size)
+        data = Dataset(Path(name).name, **image_folder(Path(name), image_size))
     else:
         raise UserError(
             f"--dataset {name}: no such folder or data set; choose from {', '.join(NAMES)}, or "
             "give a folder of images"
         )
+    found = len(data.train), len(data.test)
+    if name in PUBLIC and found != PUBLIC[name][1:]:
+        raise UserError(
+            f"{name} in {root}/ has {found} training and test images, and not {PUBLIC[name][1:]}: "
+            "remove its folder there, so that it is downloaded again"
+        )
     return rotated(data, rotate, seed) if rotate else data
+
+
+load.cache_clear = _load.cache_clear
 
 
 def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
@@ -127,132 +151,50 @@ def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
     return replace(data, x=x, domain=domain, domains=[f"{angle:g}" for angle in angles])
 
 
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Only one process at a time is in here: the first downloads, and the others wait for it."""
+    with ExitStack() as stack:
+        with suppress(ImportError, OSError):  # Windows has no fcntl, a read-only folder no download
+            import fcntl
+
+            root.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(open(root / ".lock", "w")), fcntl.LOCK_EX)
+        yield
+
+
 def _from_torchvision(name: str, root: Path) -> Dataset:
     """A data set of torchvision, downloaded into `root` if it is not there yet."""
     from torchvision import datasets
 
-    kind = getattr(datasets, "FashionMNIST" if name == "fmnist" else name.upper())
     images, labels = [], []
     try:
         for split in ("train", "test"):
             options = {"split": split} if name == "gtsrb" else {"train": split == "train"}
-            if name == "emnist":
-                options["split"] = "digits"
-            part = kind(str(root), download=True, **options)
+            if name.startswith("emnist"):
+                options["split"] = name.partition("-")[2] or "digits"
+            with _alone(root):
+                part = getattr(datasets, PUBLIC[name][0])(str(root), download=True, **options)
             if name == "gtsrb":  # files of many sizes
                 files, part.targets = zip(*part._samples, strict=True)
-                part.data = _decode(files, 32)
+                part.data = decode(files, 32)
             images.append(torch.as_tensor(part.data))
             labels.append(torch.as_tensor(part.targets).view(len(part.data)))  # one per image
     except Exception as e:  # torchvision raises anything from URLError to AssertionError
         raise UserError(
-            f"{name} is not in {root}/ and could not be downloaded or read ({first_line(e)}): "
-            f"without a network, copy the files of torchvision's {name} there, or name their "
-            "folder with --data-dir"
+            f"{name} is not in {root}/ and could not be downloaded or read ({first_line(e)}): if "
+            "its folder is there, it is damaged, and has to be removed; without a network, copy "
+            f"the files of torchvision's {name} there, or name their folder with --data-dir"
         ) from e
-    x = torch.cat(images)
+    x, y = torch.cat(images), torch.cat(labels)
+    classes = getattr(part, "classes", [str(c) for c in range(43)])  # those of gtsrb have no names
     if name.startswith("cifar"):  # has channels last
         x = x.permute(0, 3, 1, 2)
-    if name.endswith("mnist"):  # is grey
+    if "mnist" in name:  # is grey
         x = x.unsqueeze(1)
-    if name == "emnist":  # stores each image transposed
+    if name.startswith("emnist"):  # stores each image transposed
         x = x.mT
+    if name == "emnist-letters":  # counts from 1, and has a name for 0, too
+        y, classes = y - 1, classes[1:]
     train, test = torch.arange(len(x)).tensor_split([len(images[0])])
-    classes = getattr(part, "classes", [str(c) for c in range(43)])  # those of gtsrb have no names
-    return Dataset(name, x.contiguous(), torch.cat(labels), train, test, classes)
-
-
-def image_folder(folder: Path, image_size: int) -> Dataset:
-    """The images in `train/<class>` and `test/<class>`, or in `<domain>/<class>` and no test set.
-
-    Every program decodes them anew, a few thousand per second, and scales them to image_size x
-    image_size. Files that are hidden, have another ending or lie elsewhere are left out and named
-    on stderr. Raises UserError if the folder has neither layout, if it holds a run or a link to a
-    folder, or if an image or the name of a folder cannot be read.
-    """
-    images, others = [], []
-    for path in sorted(folder.rglob("*")):
-        place = path.relative_to(folder).parts
-        is_hidden = any(name.startswith(".") for name in place)
-        if path.is_dir():
-            if path.is_symlink():  # it could lead to the same images again
-                raise UserError(f"{path} is a link to a folder: put the folder itself there")
-        elif path.name == "metrics.csv":
-            raise UserError(
-                f"{path.parent} is the folder of a run, and its pictures are no data: "
-                f"move it out of {folder}"
-            )
-        elif is_hidden or len(place) < 3 or path.suffix.lower() not in ENDINGS:
-            others.append(path)
-        else:
-            images.append((place[0].lower() == "test", *place[:2], str(path.parent), path))
-    if not images:
-        raise UserError(f"{folder} holds no images as train|test/<class>/* or <domain>/<class>/*")
-    is_test, part_of, class_of, _, files = zip(*sorted(images), strict=True)
-
-    parts, classes = sorted(set(part_of)), sorted(set(class_of))
-    for name in (*parts, *classes):
-        if name.encode(errors="ignore").decode() != name:  # a run could not write it at its end
-            raise UserError(f"{folder}: the name of the folder {name!a} is not UTF-8: rename it")
-    for path in folder.glob("[!.]*"):
-        if path.is_dir() and path.name not in parts:
-            raise UserError(f"{path} holds no images as <class>/*: add some, or remove it")
-    held = {(part.lower(), name) for part, name in zip(part_of, class_of, strict=True)}
-    wanted = {(part, name) for part in ("train", "test") for name in classes}
-    has_test = any(part in ("train", "test") for part, _ in held)
-    if has_test and held != wanted:
-        raise UserError(
-            f"{folder} must hold the same classes in train/ and test/, and no other folder: "
-            f"see {'/'.join(min(held ^ wanted))}"
-        )
-    if len(held) < len(parts) * len(classes) / 2:  # NICO's contexts differ from class to class
-        raise UserError(
-            f"{folder}: {', '.join(parts[:3])}, ... hold different classes: this looks like "
-            "<class>/<domain>/ and must be <domain>/<class>/; swap the two levels"
-        )
-    if others:
-        kinds = ", ".join(sorted({path.suffix or path.name for path in others}))
-        text = f"left out {len(others)} files ({kinds}); the first is {others[0]}"
-        print(f"{folder}: {text}", file=sys.stderr)
-
-    x = _decode(files, image_size)
-    y = torch.tensor([classes.index(name) for name in class_of])
-    domain = torch.tensor([parts.index(part) for part in part_of])
-    pool, is_test = torch.arange(len(files)), torch.tensor(is_test)
-    data = Dataset(folder.name, x, y, pool[~is_test], pool[is_test], classes)
-    return data if has_test else replace(data, domain=domain, domains=parts)
-
-
-def _decode(files: Sequence[str | Path], image_size: int) -> Tensor:
-    """The images as uint8 [N, 3, image_size, image_size], decoded in parallel."""
-    x, bad = torch.empty(len(files), 3, image_size, image_size, dtype=torch.uint8), []
-
-    def decode(i):
-        try:
-            x[i] = _pixels(files[i], image_size)
-        except Exception as e:  # Pillow raises many types for a damaged file
-            bad.append(f"{files[i]} cannot be read as an image ({first_line(e)})")
-
-    thread_map(decode, range(len(files)), desc="decoding", unit=" images", leave=False, delay=1)
-    if bad:
-        shown = "; ".join(sorted(bad)[:3])
-        if len(bad) > 3:
-            with NamedTemporaryFile("w", prefix="unreadable-", suffix=".txt", delete=False) as out:
-                out.write("\n".join(sorted(bad)) + "\n")
-            shown = f"all are listed in {out.name}"
-        raise UserError(f"repair or remove {len(bad)} of {len(files)} images: {shown}")
-    return x
-
-
-def _pixels(file: str | Path, image_size: int) -> Tensor:
-    """The image as a person sees it, uint8 [3, image_size, image_size]."""
-    with Image.open(file) as image:
-        if image.mode.startswith(("I", "F")):
-            raise ValueError("more than 8 bits per channel, on an unknown scale")
-        image = ImageOps.exif_transpose(image)  # photographs say which side is up
-        if image.has_transparency_data:
-            image = image.convert("RGBA")
-            white = Image.new("RGBA", image.size, "white")
-            image = Image.alpha_composite(white, image)
-        image = image.convert("RGB").resize((image_size, image_size), Image.BILINEAR)
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    return Dataset(name, x.contiguous(), y, train, test, classes)

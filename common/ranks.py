@@ -28,25 +28,43 @@ from common import UserError, first_line
 
 RANK, COUNT = 0, 1
 LOCAL_RANK, LOCAL_COUNT = 0, 1  # among the ranks of this machine
-MEETING = "env://"  # where the ranks find each other
+MEETING = None  # a file in which the ranks find each other, or None for torchrun's environment
 if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= set(os.environ):  # torchrun started this
     RANK, COUNT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     LOCAL_RANK, LOCAL_COUNT = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 _may_fork = False
+_terminated = False  # whether this process has got SIGTERM
 _between_gpus = None  # NCCL's connection
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as from a scheduler that needs the machine; the round has ended and is saved."""
+
+
+def note_sigterm(*_) -> None:
+    """The handler of SIGTERM: a run ends after its round, and then is_terminated() is true."""
+    global _terminated
+    _terminated = True
+
+
+def is_terminated() -> bool:
+    """Whether a rank has got SIGTERM. All ranks ask together, so that they stop in one round."""
+    return any(exchange(_terminated))
 
 
 def launch(main: Callable[[], object]) -> None:
     """Runs a program from the command line, where it may fork itself.
 
-    Exit codes: 2 is a user's mistake, 130 is Ctrl-C, and 1 is an error of the operating system,
-    such as a full disk. Each of these is one line on stderr. If nobody reads stdout, it is silent.
+    Exit codes: 2 is a user's mistake, 130 is Ctrl-C, 143 is SIGTERM, and 1 is an error of the
+    operating system, such as a full disk. Each of these is one line on stderr. If nobody reads
+    stdout, it is silent.
     """
     global _may_fork
     _may_fork = True
+    signal.signal(signal.SIGTERM, note_sigterm)
     torch.set_num_threads(1)  # before anything is computed, because threads do not survive a fork
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (closed by the user)
-    if sys.stdout:
+    if hasattr(sys.stdout, "reconfigure"):  # not in Jupyter's %run, or if the user has closed it
         sys.stdout.reconfigure(errors="replace")  # a terminal may not know ±
     try:
         connect()  # torchrun's ranks meet first, so that all see it if a mistake ends one
@@ -62,7 +80,8 @@ def launch(main: Callable[[], object]) -> None:
     except OSError as e:
         code, parts = 1, [str(e), *getattr(e, "__notes__", [])]
     except KeyboardInterrupt as e:
-        code, parts = 130, ["stopped", *getattr(e, "__notes__", [])]
+        code = 143 if isinstance(e, Terminated) else 130
+        parts = ["stopped", *getattr(e, "__notes__", [])]
     except RuntimeError as e:
         if "gloo" not in str(e):
             raise
@@ -110,6 +129,12 @@ def start(work: Callable[[], None], count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = (work, count, Path(folder))
         ranks = start_processes(_rank, arguments, count, join=False, start_method="fork")
+
+        def tell_all(*_):
+            for process in ranks.processes:
+                process.terminate()
+
+        before = signal.signal(signal.SIGTERM, tell_all)
         try:
             while not ranks.join(grace_period=1):
                 pass
@@ -121,6 +146,7 @@ def start(work: Callable[[], None], count: int) -> None:
                 message += ", perhaps for lack of memory: use fewer --processes"
             raise ChildProcessError(message) from e
         finally:
+            signal.signal(signal.SIGTERM, before)
             for process in ranks.processes:
                 process.kill()
                 process.join()
@@ -129,7 +155,7 @@ def start(work: Callable[[], None], count: int) -> None:
 def _rank(rank: int, work: Callable[[], None], count: int, folder: Path) -> None:
     """Connects this rank, runs work(), and leaves its error in the folder for the parent."""
     global RANK, COUNT, LOCAL_RANK, LOCAL_COUNT, MEETING
-    RANK, COUNT, MEETING = rank, count, f"file://{folder}/meeting"
+    RANK, COUNT, MEETING = rank, count, str(folder / "meeting")
     LOCAL_RANK, LOCAL_COUNT = rank, count
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C and the parent's death end it at once
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -138,7 +164,7 @@ def _rank(rank: int, work: Callable[[], None], count: int, folder: Path) -> None
         work()
         disconnect()
         print(end="", flush=True)
-    except (UserError, OSError) as e:
+    except (UserError, OSError, Terminated) as e:
         (folder / f"error{rank}").write_bytes(pickle.dumps(e))
         sys.exit(1)
     except RuntimeError:
@@ -154,9 +180,12 @@ def connect() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (open until the program ends)
     patience = timedelta(days=7)  # one client may train for hours
     try:
-        dist.init_process_group("gloo", MEETING, rank=RANK, world_size=COUNT, timeout=patience)
+        store = dist.FileStore(MEETING, COUNT) if MEETING else None
+        dist.init_process_group("gloo", None, patience, COUNT, RANK, store)
     except (RuntimeError, ValueError) as e:
-        raise UserError(f"the processes cannot connect to each other ({first_line(e)})") from e
+        raise UserError(
+            f"the processes cannot connect to each other ({first_line(e)}): use --processes 1"
+        ) from e
 
 
 def connect_gpus() -> None:

@@ -201,7 +201,8 @@ def pools(data: Dataset, partition: str, test_domain: str | None) -> tuple[Tenso
     is_silos = partition == "silos"
     if data.domain is None and (test_domain or is_silos or partition == "domain"):
         raise UserError(f"{data.name} has no domains, which --test-domain and the partitions "
-                        "domain and silos need: make some with --rotate")  # fmt: skip
+                        "domain and silos need: make some with --rotate, or sort the images as "
+                        "DOMAIN/CLASS/")  # fmt: skip
     if test_domain is None:
         return data.train, data.test[:0] if is_silos else data.test
     if test_domain not in data.domains:
@@ -212,6 +213,10 @@ def pools(data: Dataset, partition: str, test_domain: str | None) -> tuple[Tenso
     pool = pool[~left_out[pool]]
     if not len(pool):
         raise UserError(f"--test-domain {test_domain}: no domain is left to train on")
+    known = torch.isin(data.y[left_out], data.y[pool].unique())
+    if not known.any():
+        raise UserError(f"--test-domain {test_domain} shares no class with the others: are the two "
+                        "levels of folders, or two spellings, confused?")  # fmt: skip
     return pool, torch.nonzero(left_out).flatten()
 
 

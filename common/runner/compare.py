@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import ranks
+from common import devices, ranks
 from common.runner import plots, table
 from common.runner.runs import Run, check_free, write_args
 from common.runner.setup import assemble, build_model, load, prepare
@@ -94,13 +94,17 @@ def plans_of(args: Namespace) -> list[Namespace]:
 def run_all(args, run_one, label, changes, plans) -> Runs:
     """Runs the method and its baselines by each plan."""
     runs: dict[str, list[Run]] = {name: [] for name in changes}
+    device = devices.pick_device(args.device)
+    args.precision = devices.pick_precision(args.precision, device, args.model)  # of all runs
     if len(plans) > 1 and ranks.RANK == 0:
         write_args(Path(args.out), {"flags": vars(args)}, args.resume)
     for i, plan in enumerate(plans, start=1):
         rounds = plan.rounds
         for name, flags in changes.items():
             out = str(folder_of(plan.out, name, label))
-            own = changed(plan, **flags, rounds=rounds, name=name, out=out)
+            own = changed(
+                plan, **flags, rounds=rounds, name=name, out=out, precision=args.precision
+            )
             if name != label:
                 own.compare = False  # a resumed baseline has no baselines
                 own.method_rounds = plan.rounds  # its own may depend on the seed

@@ -8,9 +8,10 @@ from argparse import BooleanOptionalAction
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from types import ModuleType
 
 from common import UserError, data, first_line, models
-from common.runner.runs import MAY_CHANGE
+from common.runner.runs import MAY_CHANGE, MAY_GROW
 
 DIVIDED = ["dirichlet", "iid", "shards", "domain", "rare", "twins", "specialists"]
 NEEDS = {  # flag -> the values of another flag with which it changes anything
@@ -64,8 +65,9 @@ def add_shared_flags(parser: Parser, example: str) -> None:
         help=f"{', '.join(data.NAMES)}, or a folder of images")
     add("--small", action=BooleanOptionalAction, default=False,
         help="our cut of the settings: minutes without a GPU")
-    add("--resume", metavar="DIR",
-        help="continue what was started in this folder, with its flags")
+    add("--resume", nargs="?", const="--out", metavar="DIR",
+        help="continue what was started in this folder, with its flags; without a DIR, that in"
+        " --out, or start it there if there is nothing yet")
 
     whole = within(int, 1)
     add = parser.add_argument_group("data").add_argument
@@ -164,17 +166,18 @@ def parse(
         add_help=False,
         allow_abbrev=False,
         formatter_class=Help,
-        description=f"{doc.strip().splitlines()[0]} The defaults depend on the data set, and are "
-        "the paper's if the paper uses it: `--dataset mnist --help` shows those for mnist.",
+        description=f"{(doc or method).strip().splitlines()[0]} The defaults depend on the data "
+        "set, and are the paper's if the paper uses it: `--dataset mnist --help` shows those.",
     )
     add_shared_flags(parser, next(iter(settings)))
     own_flags(parser.add_argument_group("this method").add_argument)
     chosen, _ = parser.parse_known_args(argv)  # --dataset, --small and --resume say the defaults
-    resume = chosen.resume
+    resume = folder_to_resume(chosen)
     defaults = saved_flags(resume, method) if resume else defaults_for(chosen, settings, small)
     parser.set_defaults(**defaults)
     parser.add_argument("-h", "--help", action="help", help="show this text")  # with these defaults
     args = parser.parse_args(argv)
+    args.resume = resume
     options = (word[2:].split("=")[0] for word in argv if word.startswith("--"))
     typed = {option.removeprefix("no-").replace("-", "_") for option in options}
     if resume:
@@ -182,7 +185,8 @@ def parse(
     else:
         fit_together(args, typed, defaults)
         args.method = method
-        args.is_example = not typed - {*MAY_CHANGE, "out", "seed", "precision"}
+        changes_nothing = {*MAY_CHANGE, "out", "seed", "precision"} - {"dataset"}
+        args.is_example = not typed - changes_nothing
     now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # several runs may start in the same second
     out = Path(args.resume or args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}")
     args.out = str(out if out.name not in ("", "..") else out.resolve())  # "." has no name
@@ -192,6 +196,14 @@ def parse(
     args.code = hashlib.sha1(b"".join(source.read_bytes() for source in sources)).hexdigest()
     if resume and defaults.get("code") != args.code:
         raise UserError(f"{resume} belongs to other code: use that, or start a new run")
+    return args
+
+
+def defaults(method: ModuleType, words: str = "") -> argparse.Namespace:
+    """The flags of one run of a method, such as fedavg, with these words of a command line."""
+    own = method.SETTINGS, method.SMALL, method.own_flags
+    args = parse(method.__file__, method.__doc__, *own, words.split())
+    args.seed = args.seed[0]
     return args
 
 
@@ -216,10 +228,25 @@ def saved_flags(folder: str, method: str) -> dict:
     return saved | {"seed": seeds, "processes": None}
 
 
+def folder_to_resume(chosen: argparse.Namespace) -> str | None:
+    """The folder of the run that goes on, or None if a new one starts."""
+    if chosen.resume != "--out":
+        return chosen.resume
+    if not chosen.out:
+        raise UserError("--resume without a folder takes that in --out, which is missing")
+    return chosen.out if (Path(chosen.out) / "args.json").exists() else None
+
+
 def refuse_others(folder: str, args: argparse.Namespace, typed: set[str], saved: dict) -> None:
-    """Raises UserError if a flag that was typed differs from those of the run in this folder."""
+    """Raises UserError if a flag that was typed differs from those of the run in this folder.
+
+    A run may become longer, if it then is the same as one that was longer from the start: by
+    --rounds, or by UEFL's --iterations.
+    """
+    longer = [flag for flag in MAY_GROW if flag in saved][-1:]
     for flag in sorted(typed - {*MAY_CHANGE}):
-        if getattr(args, flag) != saved.get(flag):
+        now, then = getattr(args, flag), folder if flag == "out" else saved.get(flag)
+        if now != then and not (flag in longer and now > then):
             shown = f"--{flag.replace('_', '-')}"
             raise UserError(f"{folder} was run with another {shown}: leave {shown} out")
 
@@ -231,6 +258,8 @@ def fit_together(args: argparse.Namespace, typed: set[str], defaults: dict) -> N
     holds_one_domain = args.partition in ("domain", "silos")
     if "rotate" not in typed and not holds_one_domain and not args.test_domain:
         args.rotate = None  # nobody needs the domains that the defaults make
+    if "image_size" in typed and args.dataset in data.NAMES:
+        raise UserError(f"--image-size is for folders of images; {args.dataset} has its own size")
     for flag, (other, values) in NEEDS.items():
         if flag in typed and getattr(args, other) not in values:
             shown = f"--{flag.replace('_', '-')}"

@@ -34,6 +34,7 @@ STYLE = {
     "figure.constrained_layout.use": True,
     "savefig.dpi": 150,
     "text.parse_math": False,
+    "text.usetex": False,
 }
 
 

@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import os
+import shutil
 import sys
 import time
 import zlib
@@ -26,7 +28,10 @@ from common.runner.measures import MEASURES
 from common.splits import Clients
 
 SAVE_EVERY = 30  # seconds between two checkpoints, at least
-MAY_CHANGE = ("resume", "device", "data_dir", "processes")  # flags that a resumed run may change
+# Flags that a resumed run may change, the data only if they are the same, and those it may raise
+MAY_CHANGE = ("resume", "device", "data_dir", "processes", "dataset")
+MAY_GROW = ("rounds", "iterations")
+CHECKPOINTS = ("checkpoint.pt", "checkpoint-before.pt")
 KEPT = ("state", "rows", "best", "confusion")  # what a checkpoint has, beside the facts
 
 
@@ -66,26 +71,32 @@ class Run:
         self.best = None  # the chosen weights so far, [P]
         self.confusion = None  # of the last evaluation, [classes, classes]
         self.facts = {"data": data.fingerprint(), **vars(args)}
-        for flag in (*MAY_CHANGE, "out", "name", "is_example", "method_rounds"):
+        for flag in (*MAY_CHANGE, *MAY_GROW, "out", "name", "is_example", "method_rounds"):
             self.facts.pop(flag, None)
         self.started = time.monotonic()
         self.save_at = 0.0  # the first round is saved at once
-        checkpoint = self.folder / "checkpoint.pt"
-        if args.resume and checkpoint.exists():
-            self._restore(checkpoint, device)
+        self.told = False  # whether the user knows if this will take hours
+        checkpoint = self._restore(device) if args.resume else None
         weights = train.get_weights(model).double().sum().item()
-        others = {"round": self.t, "initial weights": weights}
-        if self.t:
-            others["checkpoint"] = zlib.crc32(checkpoint.read_bytes())
+        others = {"round": self.t, "initial weights": weights, "checkpoint": checkpoint}
         ranks.agree({**self.facts, **others})
         self._open()
 
-    def _restore(self, file: Path, device: torch.device) -> None:
-        """Takes up what the checkpoint in this file holds."""
-        try:
-            found = torch.load(file, weights_only=True, map_location=device)
-        except Exception as e:  # torch raises many types for a file that is damaged
-            raise UserError(f"{file} cannot be read ({type(e).__name__}): start a new run") from e
+    def _restore(self, device: torch.device) -> int | None:
+        """Takes up the last checkpoint, or the one before if that is damaged; returns its hash."""
+        found, wrong = None, ""
+        for file in (self.folder / name for name in CHECKPOINTS):
+            try:
+                found = torch.load(file, weights_only=True, map_location=device)
+                break
+            except FileNotFoundError:
+                continue
+            except Exception as e:  # torch raises many types for a file that is damaged
+                wrong = f"{file} cannot be read ({type(e).__name__}): start a new run"
+        if found is None:
+            if wrong:
+                raise UserError(wrong)
+            return None
         for what, fact in self.facts.items():
             if found.get(what) != fact:
                 raise UserError(f"{file} belongs to other {what}: use those, or start a new run")
@@ -93,6 +104,7 @@ class Run:
             setattr(self, name, found[name])
         self.t = self.rows[-1]["round"]
         self.started -= self.rows[-1]["seconds"]
+        return zlib.crc32(file.read_bytes())
 
     def _open(self) -> None:
         """Makes the folder and the progress bar."""
@@ -102,6 +114,7 @@ class Run:
             initial=self.t,
             bar_format="{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
             mininterval=0.2 if sys.stderr.isatty() else 60,
+            ncols=shutil.get_terminal_size().columns,  # 80 if a terminal does not tell
             disable=ranks.RANK > 0,
         )
         if ranks.RANK == 0:
@@ -124,6 +137,15 @@ class Run:
         """Moves the clock by this share of round t. Training before round 1 counts as none."""
         self.bar.set_description(f"{self.args.name} round {t}/{self.bar.total}", refresh=False)
         self.bar.update(min(share, t - self.bar.n))
+        if ranks.RANK > 0 or self.told:
+            return
+        done, elapsed = self.bar.n - self.bar.initial, time.time() - self.bar.start_t
+        if done > 0 and elapsed > 30:
+            self.told, hours = True, elapsed / done * (self.bar.total - self.bar.n) / 3600
+            if hours > 1:
+                shorter = "" if self.args.small else "; --small takes minutes"
+                text = f"{self.args.name}: about {hours:.0f} more hours at this pace{shorter}"
+                tqdm.write(text, file=sys.stderr)
 
     def record(self, state: dict, row: dict) -> None:
         """Ends a round: adds a row to metrics.csv, shows it, and saves from time to time.
@@ -152,14 +174,21 @@ class Run:
         self._write("metrics.csv", _csv([columns, *cells]))
         self.bar.update(self.t - self.bar.n)
         self.bar.set_postfix_str(_short(row), refresh=False)
-        if time.monotonic() > self.save_at:
+        is_terminated = ranks.is_terminated()
+        if time.monotonic() > self.save_at or is_terminated:
             self.save()
+        if is_terminated:
+            ranks.exchange(None)  # all wait for the checkpoint
+            raise ranks.Terminated
 
     def save(self) -> None:
         """Writes the checkpoint. Raises UserError if the first one cannot be read again."""
         began = time.monotonic()
         kept = {name: getattr(self, name) for name in KEPT}
-        self._write("checkpoint.pt", {**self.facts, **kept})
+        last, before = (self.folder / name for name in CHECKPOINTS)
+        if ranks.RANK == 0 and last.exists():
+            last.replace(before)
+        self._write(last.name, {**self.facts, **kept})
         if ranks.RANK == 0 and not self.save_at:  # it is the first one of this program
             try:  # on meta, which leaves out the numbers
                 torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location="meta")
@@ -220,10 +249,19 @@ def write_whole(file: Path, content: str | dict) -> None:
         if isinstance(content, str):
             part.write_text(content, encoding="utf-8", newline="\n")
         else:
-            torch.save(content, part)
+            with open(part, "wb") as open_file:
+                torch.save(content, open_file)
+                os.fsync(open_file.fileno())  # so that it is whole after a power loss, too
     except RuntimeError as e:  # torch's error for a full disk
         raise OSError(f"{file} cannot be written ({first_line(e)})") from e
-    part.replace(file)
+    for seconds in (0.1, 0.5, 1, 2, 4, 0):
+        try:
+            part.replace(file)
+            return
+        except PermissionError:  # on Windows' disks, while a spreadsheet has the file open
+            if not seconds:
+                raise
+            time.sleep(seconds)
 
 
 def write_args(folder: Path, about: dict, resume: bool) -> None:

@@ -24,8 +24,9 @@ NOT_COMPARED = [
     "is_example",
 ]  # fmt: skip
 SHOULD_AGREE = [
-    "dataset", "image_size", "partition", "clients", "model", "width", "pretrained", "rounds",
-    "local_epochs", "batch_size", "lr", "optimizer", "momentum",
+    "dataset", "image_size", "rotate", "partition", "dirichlet", "silos", "silo_size", "clients",
+    "participating", "sample", "held_out", "model", "width", "pretrained", "rounds", "local_epochs",
+    "batch_size", "lr", "lr_decay", "optimizer", "momentum", "weight_decay", "precision",
 ]  # fmt: skip
 Row = Mapping[tuple, object]  # (seed, test domain) -> run
 
