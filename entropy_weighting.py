@@ -93,8 +93,9 @@ def draw(run, state) -> None:
     plots.weights(run, counts, label_entropy(counts), alphas)
 
 
-# The settings of section V, unless a line says otherwise. The paper is silent about the rounds and
-# the clients in a round, and tunes lr over {0.1, 0.01, 0.001}.
+# The settings of section V, unless a line says otherwise. Of 100 clients 40 participate, as there,
+# and 10 train in a round: see participation() in common/splits.py. The paper is silent about these
+# 10 and about the rounds, and tunes lr over {0.1, 0.01, 0.001}.
 SETTINGS = {
     # Ours: most of 40 clients of equal size hold one class, and the others hold all
     "glyphs": dict(

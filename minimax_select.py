@@ -111,8 +111,9 @@ def federate(args, clients, trainer, state):
         yield {"t": t, "w": w, "table": table}, trainer.evaluate(w, t, selected, losses)
 
 
-# The settings of section V, unless a line says otherwise. The paper is silent about the rounds and
-# K, and tunes lr over {0.1, 0.01, 0.001}. Its theory has alpha_i = 1 / K (--weighting equal).
+# The settings of section V, unless a line says otherwise. Of 100 clients 40 participate, as there,
+# and K is 10: see participation() in common/splits.py. The paper is silent about K and about the
+# rounds, tunes lr over {0.1, 0.01, 0.001}, and has alpha_i = 1 / K in its theory.
 SETTINGS = {
     # Ours: three of 80 clients of equal size hold a rare class each. It takes few local steps, in
     # float32, so that rounding moves a run less than another seed does

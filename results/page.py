@@ -1,22 +1,20 @@
 """Rebuilds results/README.md, README.md's table, the tables in docs/, and the pictures of results.
 
-The words of README's table come from the intervals. A `c` is a Comparison of tables.py.
+A `c` is a Comparison of tables.py.
 """
+
+from functools import partial
+from itertools import chain
 
 import numpy as np
 from scipy.stats import gmean, ttest_1samp
 
 from common.runner import plots
-from common.runner.measures import in_percent
+from common.runner.measures import in_percent, span
 from common.runner.table import interval, pm, show, with_interval, without_empty_columns
-from results.tables import (
-    RESULTS,
-    around,
-    build,
-    comparisons,
-)
+from results.tables import RESULTS, around, build, comparisons
 
-FAMILIES = ["main", "equal"]  # blocks of results/README.md whose p are corrected for their number
+NONE = "\N{EN DASH}"
 
 
 def correct(family):
@@ -31,15 +29,21 @@ def show_p(p):
     return f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
-def bounds(c):
-    """The 95 % interval in words; a bound has two digits if it would be zero."""
-    _, low, high = interval(c.difference())
-    least, most = (f"{abs(x):.1f}" if abs(x) >= 0.05 else f"{abs(x):.2f}" for x in (low, high))
-    if low > 0:
-        return f"{least} to {most} better than"
-    if high < 0:
-        return f"{most} to {least} worse than"
-    return f"{least} worse to {most} better than"
+def gain(c, measure=None):
+    """The difference in points with its 95 % interval: "+2.5 (1.4 to 3.5)"."""
+    mean, low, high = interval(c.difference(measure))
+    return f"{mean:+.1f} ({low:.1f} to {high:.1f})"
+
+
+def worth(rows):
+    """README's table: what the papers gain over their baselines, and what we see."""
+    ours = ["ours, when the baseline is as accurate as the paper's", "ours, at the end"]
+    lines = [["on the papers' kind of data, points of accuracy", "the paper", *ours]]
+    for c in rows:
+        name, baseline, data = c.names()
+        there = gain(c, around(level)) if (level := c.level()) else NONE
+        lines.append([f"{name}, over {baseline} ({data})", f"{c.effect:+.1f}", there, gain(c)])
+    return lines
 
 
 def word(rows, p):
@@ -56,33 +60,26 @@ def word(rows, p):
     return "yes" if p < 0.05 else "perhaps"
 
 
-def worth(rows, p):
-    """README's table: a line for each method. p: (method, baseline, column) -> p"""
+def words(rows, p):
+    """The methods and their words. p: (method, baseline, column) -> p of rows with a family."""
     methods = {}
     for c in rows:
-        name, baseline = c.label.split(", not ")
-        saw = f"{bounds(c)} {baseline}"
-        if c.paper:
-            possible = "possible" if c.welch(c.difference()) >= 0.05 else "excluded"
-            saw += f" [paper: {c.effect:.1f} better, {possible}]"
-        methods.setdefault(name, []).append((c, saw))
-    lines = [["method", "worth using?", "what we saw at the end, in points of accuracy (95 %)"]]
-    for name, found in methods.items():
-        of_method, saw = zip(*found, strict=True)
-        last = of_method[-1]
-        answer = word(of_method, p.get((last.method, last.baseline, last.column), 1))
-        lines.append([name, answer, "<br>".join(saw)])
-    return lines
+        methods.setdefault(c.names()[0], []).append(c)
+    last = {name: (c.method, c.baseline, c.column) for name, (*_, c) in methods.items()}
+    return [[*methods], [word(of, p.get(last[name], 1)) for name, of in methods.items()]]
+
+
+def of_equal(c, differences):
+    """p of the paper's effect, if the paper says how much its numbers scatter."""
+    return f", {show_p(c.welch(differences))}" if c.paper_deviations.any() else ""
 
 
 def at_level(c):
-    """The second measure, p of the paper's effect, the round, and the baseline there."""
+    """The second measure, p of the paper's effect, and the round."""
     if not (level := c.level()):
         return ""
     there = c.difference(around(level))
-    baseline = show(c.sides(around(level))[1].mean(), c.column)
-    p = show_p(c.welch(there))
-    return f"{with_interval(there, c.column)}, p {p}, round {level} ({baseline})"
+    return f"{with_interval(there, c.column)}{of_equal(c, there)}, round {level}"
 
 
 def difference(c):
@@ -95,18 +92,39 @@ def difference(c):
 
 def table(rows):
     """Method and baseline, seed by seed."""
-    header = ["", "method", "baseline", "difference", "p", "seeds", "the paper"]
-    lines = [[*header, "at the paper's level"]]
+    header = ["", "method", "baseline", "difference", "p of zero", "seeds"]
+    lines = [[*header, "the paper, p of equal", "ours at its level, p of equal"]]
     for c in rows:
         method, baseline = (pm(side, c.column) for side in c.sides())
-        seeds = f"{len(c.common)}" + f": {c.common[0]}-{c.common[-1]}" * bool(c.seeds)
         paper = ""
         if c.paper:
-            paper = f"{show(c.effect, c.column, '+')}, p {show_p(c.welch(c.difference()))}"
+            paper = show(c.effect, c.column, "+") + of_equal(c, c.difference())
         p = show_p(c.p) if c.p is not None else ""
         by = difference(c) + " times" * c.is_ratio
-        lines.append([c.label, method, baseline, by, p, seeds, paper, at_level(c)])
+        lines.append([c.label, method, baseline, by, p, seeds(c), paper, at_level(c)])
     return without_empty_columns(lines)
+
+
+def seeds(c):
+    """Which they are if the line of comparisons.csv says so, and else how many."""
+    return span(c.common).replace(" to ", "-") if c.seeds else f"{len(c.common)}"
+
+
+def full(rows):
+    """The runs at the papers' own size, as far as they are recorded."""
+    header = ["method, not baseline", "the paper", "its difference", "ours", "our difference"]
+    lines = [[*header, "seeds", "what it took"]]
+    for c in rows:
+        label, _, took = c.label.partition(": ")
+        paper = [NONE, NONE]
+        if c.paper:
+            paper = [f"{c.paper}, {c.paper_baseline}", show(c.effect, c.column, "+")]
+        ours = ["not run yet", "", ""]
+        if c.common:
+            both = ", ".join(pm(side, c.column) for side in c.sides())
+            ours = [both, difference(c), seeds(c)]
+        lines.append([label, *paper, *ours, took])
+    return lines
 
 
 def rounds(rows):
@@ -123,45 +141,43 @@ def rounds(rows):
 
 
 def draw(file, rows):
-    """A panel for each comparison: both sides over the rounds, and what the paper reports.
+    """A panel for each comparison: both sides over the rounds, with a thin line for each seed.
 
-    Its title says what is compared, of what, and the difference as in the table.
+    Its title says what is compared, of what, and the difference as in the table. Dotted is what the
+    paper reports, and the vertical line is the round in which the baseline is as accurate.
     """
-    width = min(len(rows), 3)
-    height = len(rows) // width
-    with plots.drawn(file, 3.4 * width, 3.2 * height) as figure:
-        for axes, c in zip(figure.subplots(height, width).flat, rows, strict=True):
-            names, _, what = c.label.partition(": ")
-            names = names.split(", not ")
-            by = f"{'ratio' if c.is_ratio else 'last five'} {difference(c)}"
+    height = len(rows) // 2
+    with plots.drawn(file, 7.2, 2.9 * height) as figure:
+        for axes, c in zip(figure.subplots(height, 2).flat, rows, strict=True):
+            *names, what = c.names()
+            by = f"{'ratio' if c.is_ratio else 'at the end'} {difference(c)}"
             title = f"{' against '.join(names)}\n{what}\n{by}"
-            for k, name in enumerate(names):
-                values = c.over_experiments(c.values)[k]
-                mean, deviation = values.mean(0), values.std(0, ddof=1)
-                colour, band = plots.COLOURS[k], (mean - deviation, mean + deviation)
-                axes.plot(c.rounds, mean, plots.LINES[k], color=colour, label=name)
-                axes.fill_between(c.rounds, *band, color=colour, alpha=0.18, lw=0)
+            for k, of_seeds in enumerate(c.over_experiments(c.values)):
+                colour = plots.COLOURS[k]
+                axes.plot(c.rounds, of_seeds.T, color=colour, alpha=0.3, lw=0.6)
+                axes.plot(c.rounds, of_seeds.mean(0), plots.LINES[k], color=colour, label=names[k])
                 if c.paper:
-                    label = f"{name}, the paper"
-                    axes.axhline(c.paper_means[k], color=colour, ls=":", lw=1, label=label)
-            axes.set(title=title, xlabel="round", ylabel="percent" * in_percent(c.column))
-            axes.legend(fontsize=8)
+                    axes.axhline(c.paper_means[k], color=colour, ls=":", lw=1)
+            if c.paper and (level := c.level()):
+                axes.axvline(level, color="0.5", lw=0.8)
+            unit = "accuracy in percent" * in_percent(c.column)
+            axes.set(title=title, xlabel="round", ylabel=unit)
+            axes.legend(fontsize=8, frameon=True, framealpha=1, edgecolor="none")
 
 
 def main():
     blocks = comparisons()
-    readme = blocks.pop(("README", "worth"))
-    for name in FAMILIES:
-        correct(blocks["results/README", name])
-    for (page, name), rows in blocks.items():
-        make = rounds if name == "mcmahan" else table
-        build(RESULTS / f"../{page}.md", {name: make(rows)})
-    rows = blocks["results/README", "main"]
-    families = [c for name in FAMILIES for c in blocks["results/README", name]]
-    p = {(c.method, c.baseline, c.column): c.p for c in families}
-    build(RESULTS / "../README.md", {"worth": worth(readme, p)})
-    draw(RESULTS / "uefl.png", rows[:2])
-    spread_of_gradients = [c for c in blocks["results/README", "fediir"] if c.measure]
-    draw(RESULTS / "fediir.png", [rows[2], *spread_of_gradients])
-    cifar10_weights = [c for c in blocks["results/README", "wu"] if c.paper and c.level()]
-    draw(RESULTS / "wu.png", rows[3:] + cifar10_weights[:1])
+    rows = [*chain(*blocks.values())]
+    for family in {c.family for c in rows} - {""}:
+        correct([c for c in rows if c.family == family])
+    p = {(c.method, c.baseline, c.column): c.p for c in rows if c.family}
+    gains = blocks.pop(("README", "worth"))
+    for page in ("", "results/"):
+        build(RESULTS / f"../{page}README.md", {"worth": worth(gains)})
+    special = {"words": partial(words, p=p), "mcmahan": rounds, "full": full}
+    for (page, name), of_table in blocks.items():
+        build(RESULTS / f"../{page}.md", {name: special.get(name, table)(of_table)})
+    fediir, uefl = (blocks["results/README", name] for name in ("fediir", "uefl"))
+    draw(RESULTS / "wu.png", gains[:4])
+    draw(RESULTS / "fediir.png", [gains[4], *(c for c in fediir if c.is_ratio)])
+    draw(RESULTS / "uefl.png", [gains[5], *(c for c in uefl if "without" in c.label)])

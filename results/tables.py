@@ -83,15 +83,20 @@ def spread(text):
 class Comparison:
     """A line of comparisons.csv: a method and a baseline, run by run with the same seeds.
 
+    block             the table; that of runs at the papers' own size may wait for its runs
+    family            whose p are corrected for their number, or ""
+    label             "METHOD, not BASELINE: what is compared"
     method, baseline  experiments; a * stands for several, of which the mean counts
     seeds             "3-7", or "" for all that both have
-    measure           "" for the last five evaluations, "all" for all of them, "ratio" for the ratio
-                      of the means over all of them, "to 40" for that of the rounds to 40 percent
+    measure           "" for the last five evaluations, "last" for the last one, "all" for all of
+                      them, "ratio" for the ratio of the means over all of them, "to 40" for that of
+                      the rounds to 40 percent
     paper, paper_baseline  what the paper reports, as "42.9 ± 1.1"
     """
 
     page: str
     block: str
+    family: str
     label: str
     method: str
     baseline: str
@@ -105,21 +110,30 @@ class Comparison:
         """Finds self.values [method or baseline, seed, experiment, round], and other numbers."""
         patterns = (self.method, self.baseline)
         sides = [[runs[name] for name in fnmatch.filter(runs, pattern)] for pattern in patterns]
-        assert all(sides), f"comparisons.csv: there are no runs for {self.label}"
         low, high = map(int, (self.seeds or "0-999").split("-"))
-        self.common = sorted(set(range(low, high + 1)).intersection(*sides[0], *sides[1]))
+        self.common = []
+        if all(sides):
+            self.common = sorted(set(range(low, high + 1)).intersection(*sides[0], *sides[1]))
+        papers = [spread(self.paper), spread(self.paper_baseline)]
+        self.paper_means, self.paper_deviations = np.array(papers).T
+        self.effect = self.paper_means[0] - self.paper_means[1]
+        self.p = None  # corrected, if the comparison belongs to a family
+        self.is_ratio = self.measure not in ("", "last", "all")
+        self.sign = measure_of(self.column).better
+        if not self.common:
+            assert self.block == "full", f"comparisons.csv: there are no runs for {self.label}"
+            return
         found = [
             [[series(of_seeds[seed], self.column) for of_seeds in side] for seed in self.common]
             for side in sides
         ]
         self.rounds = np.array([*found[0][0][0]])  # all runs of a comparison have the same rounds
         self.values = np.array([[[[*run.values()] for run in of] for of in side] for side in found])
-        papers = [spread(self.paper), spread(self.paper_baseline)]
-        self.paper_means, self.paper_deviations = np.array(papers).T
-        self.effect = self.paper_means[0] - self.paper_means[1]
-        self.p = None  # corrected, if the comparison belongs to a family
-        self.is_ratio = self.measure not in ("", "all")
-        self.sign = measure_of(self.column).better
+
+    def names(self):
+        """The label's parts: method, baseline, and what is compared."""
+        names, _, what = self.label.partition(": ")
+        return *names.split(", not "), what
 
     def over_experiments(self, values):
         """The mean over the experiments: [2, seeds, experiments, ...] becomes [2, seeds, ...]."""
@@ -131,7 +145,7 @@ class Comparison:
             target = float(self.measure[3:])
             reached = partial(rounds_to, target, self.rounds)
             return np.apply_along_axis(reached, -1, self.over_experiments(self.values))
-        measure = measure or around(10**9, 10**9 if self.measure else 5)
+        measure = measure or around(10**9, {"": 5, "last": 1}.get(self.measure, 10**9))
         return self.over_experiments(self.values[..., measure(self.rounds)].mean(-1))
 
     def difference(self, measure=None):

@@ -111,6 +111,9 @@ def test_the_measures_of_a_comparison():
     c = comparison([[0.9, 0.1, 0.1, 0.1, 0.1, 0.6], [0.5] * 6, [0.7] * 6], [[0.1] * 6, [0.2] * 6])
     assert c.difference() == pytest.approx([10, 30]), "the third seed has no partner"
     assert c.difference(tables.around(1)) == pytest.approx([16, 30])
+    c.measure = "last"
+    assert c.difference() == pytest.approx([50, 30])
+    c.measure = ""
     assert with_interval(c.difference(), c.column) == "+20.0 (-107.1 to +147.1)"  # t: 12.706
 
 
@@ -156,8 +159,29 @@ def test_the_table_of_rounds():
 )
 def test_the_word_of_a_method_follows_from_its_intervals(first, last, p, says):
     """Two seeds: with 12.706 for t, 10 and 20 points do not exclude zero, and 50 and 51 do."""
-    rows = [comparison([[v], [w]], [[0.0], [0.0]]) for v, w in (first, last)]
+    label = "mine, not random: here"
+    rows = [comparison([[v], [w]], [[0.0], [0.0]], label=label) for v, w in (first, last)]
     assert page.word(rows, p) == says
+    assert page.words(rows, {("a", "b", "id_accuracy"): p}) == [["mine"], [says]]
+
+
+def test_only_runs_at_the_papers_own_size_may_be_missing():
+    c = comparison([], [[0.5]], block="full", label="mine, not random: an hour", paper="9 ± 1",
+                   paper_baseline="7 ± 2")  # fmt: skip
+    ours = ["not run yet", "", "", "an hour"]
+    assert page.full([c])[1] == ["mine, not random", "9 ± 1, 7 ± 2", "+2.0", *ours]
+    with pytest.raises(AssertionError, match="no runs"):
+        comparison([], [[0.5]])
+    c = comparison([[0.5], [0.7]], [[0.1], [0.2]], block="full", seeds="0-4", label="x: y")
+    both, by = "60.0 ± 14.1, 15.0 ± 7.1", with_interval(c.difference(), c.column)
+    assert page.full([c])[1][3:6] == [both, by, "0-1"]
+
+
+def test_rows_that_wait_for_runs_name_experiments():
+    rows = tables.read_csv(ROOT / "results/comparisons.csv")
+    waiting = [row for row in rows if row["block"] == "full"]
+    names = {row[side] for row in waiting for side in ("method", "baseline")}
+    assert names and names <= {row["experiment"] for row in EXPERIMENTS}
 
 
 def test_holms_correction():
