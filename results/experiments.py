@@ -7,7 +7,7 @@
 A run is in runs/experiments/NAME/SEED, and those of its baselines are in SEED-BASELINE. It has
 ended when its folder has a file `exit`, with its exit code; a run that was stopped continues. To
 repeat one, remove its lines from the CSV, which the first word of NAME names, and its folder. All
-run in copies of the code; if an experiment needs a variation, docs/variations/NAME.diff is applied.
+run in copies of the code, to which an experiment's variation is applied: see diff_of().
 """
 
 import argparse
@@ -37,6 +37,12 @@ def csv_of(name):
     return RESULTS / f"{name.split('/')[0]}.csv"
 
 
+def diff_of(variation):
+    """The diff of this name in docs/variations/, or else in results/controls/."""
+    diff = ROOT / f"docs/variations/{variation}.diff"
+    return diff if diff.exists() else RESULTS / f"controls/{variation}.diff"
+
+
 def recorded(name, seed):
     """The lines of a run in its CSV, without what its first line says about it, or []."""
     lines = read(csv_of(name)).get(name, {}).get(int(seed), [])
@@ -57,10 +63,9 @@ def run(folder, job):
         not_code = shutil.ignore_patterns(".*", "runs", "data", "results")
         shutil.copytree(ROOT, code, ignore=not_code, dirs_exist_ok=True)
         if variation:
-            diff = ROOT / f"docs/variations/{variation}.diff"
             alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(Path(code).parent)}
             # inside another repository, git would apply nothing, and say nothing
-            subprocess.run(["git", "apply", diff], cwd=code, env=alone, check=True)
+            subprocess.run(["git", "apply", diff_of(variation)], cwd=code, env=alone, check=True)
         exit_code = subprocess.run(words, cwd=code, stdout=log, stderr=log).returncode
     (out / "exit").write_text(str(exit_code))
     if exit_code:

@@ -107,7 +107,7 @@ def outcome(folder) -> tuple[list[bytes], list[dict[str, str]]]:
     rows = read_rows(folder)
     for row in rows:
         del row["seconds"]
-    models = [file for file in sorted(folder.glob("*.pt")) if file.name != "checkpoint.pt"]
+    models = [file for file in sorted(folder.glob("*.pt")) if "checkpoint" not in file.name]
     return [file.read_bytes() for file in models], rows
 
 

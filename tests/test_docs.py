@@ -126,7 +126,7 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-LINKED = [page for pages in ("*.md", "docs/**/*.md", "results/*.md") for page in ROOT.glob(pages)]
+LINKED = [page for glob in ("*.md", "docs/**/*.md", "results/**/*.md") for page in ROOT.glob(glob)]
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))

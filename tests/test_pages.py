@@ -71,7 +71,7 @@ def test_the_commands_of_the_experiments_are_understood(row, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(method.compare, "run", lambda args, *rest, **more: args.seed)
     if row["variation"]:
-        assert (ROOT / "docs/variations" / f"{row['variation']}.diff").exists()
+        assert experiments.diff_of(row["variation"]).exists()
     else:
         seeds = row["seeds"].split()
         assert method.main([*flags, "--seed", *seeds]) == [*map(int, seeds)]

@@ -1,9 +1,11 @@
 """The variations: each diff in docs/variations/ applies to the code, and passes its checks there.
 
 The checks of docs/variations/NAME.diff are the tests in tests/variations/NAME.py. They run in a
-process of their own, on a patched copy of the code.
+process of their own, on a patched copy of the code. Of the diffs in results/controls/, whose
+results are recorded, we only see that they apply.
 """
 
+import compileall
 import importlib
 import io
 import multiprocessing
@@ -20,7 +22,7 @@ import pytest
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parent.parent  # not from helpers, which imports the code before it is patched
-VARIATIONS = ROOT / "docs/variations"
+VARIATIONS, CONTROLS = ROOT / "docs/variations", ROOT / "results/controls"
 NAMES = sorted(diff.stem for diff in VARIATIONS.glob("*.diff"))
 TEXT = (VARIATIONS / "README.md").read_text()
 SECTIONS = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S))
@@ -29,27 +31,33 @@ fresh = multiprocessing.get_context("forkserver")  # imports the slow libraries 
 fresh.set_forkserver_preload([*LIBRARIES, "matplotlib.backends.backend_agg"])
 
 
+def apply(diff: Path, tree: Path) -> str:
+    """Applies the diff to a copy of the code in this folder: git's complaint, or ""."""
+    shutil.copytree(ROOT / "common", tree / "common", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ROOT.glob("*.py"):
+        shutil.copy(file, tree)
+    alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}  # this is no repository
+    command = ["git", "apply", diff]
+    return subprocess.run(command, cwd=tree, env=alone, capture_output=True, text=True).stderr
+
+
 def check(name: str, tree: Path) -> str:
     """In a new process: what went wrong with README's commands or with the checks, or ""."""
-    shutil.copytree(ROOT / "common", tree / "common", ignore=shutil.ignore_patterns("__pycache__"))
+    if complaint := apply(VARIATIONS / f"{name}.diff", tree):
+        return f"docs/variations/{name}.diff no longer applies: {complaint}"
     (tree / "tests/variations").mkdir(parents=True)
     tests = [ROOT / f"tests/{file}.py" for file in ("conftest", "helpers", f"variations/{name}")]
-    for file in [*ROOT.glob("*.py"), ROOT / "pytest.ini", *tests]:
+    for file in [ROOT / "pytest.ini", *tests]:
         shutil.copy(file, tree / file.relative_to(ROOT))
     os.chdir(tree)
-    os.environ["GIT_CEILING_DIRECTORIES"] = str(tree.parent)  # this is no repository
-    command = ["git", "apply", VARIATIONS / f"{name}.diff"]
-    git = subprocess.run(command, capture_output=True, text=True)
-    if git.returncode:
-        return f"docs/variations/{name}.diff no longer applies: {git.stderr}"
     sys.path.insert(0, str(tree))
     Figure.savefig = lambda self, file, **options: Path(file).touch()  # pictures take half the time
     with redirect_stdout(io.StringIO()) as report:
         for method, words in re.findall(r"python (\w+)\.py(.*)", SECTIONS[name]):
             module = importlib.import_module(method)
-            with patch.object(module, "compare") as compare:
+            with patch.object(module.compare, "run") as run:
                 module.main(words.split())
-                compare.assert_called_once()
+                run.assert_called_once()
         code = pytest.main([f"tests/variations/{name}.py", "-q", "-p", "no:cacheprovider"])
     return report.getvalue() if code else ""
 
@@ -73,3 +81,10 @@ def test_each_variation_has_its_paragraph_and_its_checks():
     checks = {file.stem for file in (ROOT / "tests/variations").glob("*.py")}
     assert set(SECTIONS) == set(NAMES) == checks
     assert all("    python " in text for text in SECTIONS.values()), "the command that uses it"
+
+
+@pytest.mark.parametrize("diff", sorted(CONTROLS.glob("*.diff")), ids=lambda diff: diff.stem)
+def test_a_control_applies_and_has_its_paragraph(diff, tmp_path):
+    assert not apply(diff, tmp_path)
+    assert compileall.compile_dir(tmp_path, quiet=1)
+    assert f"## {diff.stem}\n" in (CONTROLS / "README.md").read_text()

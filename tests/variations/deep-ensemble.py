@@ -1,48 +1,52 @@
-import contextlib
-
 import pytest
 import torch
-from helpers import kept, read_rows
+from helpers import kept, outcome, prepared, read_rows
 
 import uefl
-from common import models
 
 CUT = "--model resblocks --width 0.01 --rotate 0 90 --partition silos --silos 2 1 --silo-size 20 "
 CUT += "--local-epochs 2 --batch-size 10 --lr 0.003 --codebook-size 4 --segments 1 --gamma 0 "
 CUT += "--rounds 2 --later-rounds 1 --no-compare "
 
 
-def test_the_uncertainty_is_the_entropy_of_the_members_mean():
-    """Three members with tokens of 8 channels and 5 codewords of 4 channels."""
-    torch.manual_seed(0)
-    bases = [models.build("resblocks", (1, 8, 8), 3, 0.01) for _ in range(3)]
-    members = [
-        uefl.UEFL(base.features, uefl.ExtensibleCodebook(5, 8, 2), base.classifier, True).eval()
-        for base in bases
-    ]
-    allowed = torch.tensor([True, True, False, True, True])
+def test_the_uncertainty_is_the_entropy_of_the_members_mean(start):
+    model = prepared(uefl, CUT + "--members 3")[-1].model.eval()
+    may_use = torch.tensor([True, True, False, True])
     batches = [(torch.randn(6, 1, 8, 8), torch.arange(6) % 3) for _ in range(4)]
 
     def evaluated(members):
-        return uefl.client_evaluation(members, iter(batches), contextlib.nullcontext, allowed)
+        return uefl.client_evaluation(uefl.Ensemble(members), iter(batches), may_use)
 
-    found, alone = evaluated(members), [evaluated([member]) for member in members]
+    e, perplexity, code_loss, confusion = evaluated(model.members)
+    alone = [evaluated([member]) for member in model.members]
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    p = sum(member(x, allowed)[0].softmax(1) for member in members) / 3
-    assert found[0].item() == pytest.approx(-(p * p.log()).sum(1).mean().item(), rel=1e-5)
-    assert found[1].item() == pytest.approx(sum(a[1] for a in alone).item() / 3)
-    assert found[2:].view(3, 3).trace().item() == (p.argmax(1) == y).sum()
+    p = sum(member(x, may_use)[0].softmax(1) for member in model.members) / 3
+    assert e.item() == pytest.approx(-(p * p.log()).sum(1).mean().item(), rel=1e-5)
+    assert perplexity.item() == pytest.approx(sum(a[1] for a in alone).item() / 3)
+    assert code_loss.item() == pytest.approx(sum(a[2] for a in alone).item() / 3)
+    assert confusion.trace() == (p.argmax(1) == y).sum()
 
 
 def test_members_share_nothing_but_who_is_extended(start):
-    """Member 0 ends the first iteration with the weights that it has alone."""
+    """Each ends the first iteration with the weights that it has alone, in a run of two rounds."""
     one, two = (
         kept(start(uefl, CUT + f"--iterations 1 --members {n} --out {n}"))["theta"] for n in (1, 2)
     )
-    assert torch.equal(one[0], two[0]) and not torch.allclose(two[0], two[1], atol=1e-2)
+    models = [prepared(uefl, CUT + f"--members {n}")[-1].model for n in (1, 2)]
+    for model, theta in zip(models, (one, two), strict=True):
+        uefl.train.set_weights(model, theta)
+    (alone,), (same, other) = (
+        [uefl.train.get_weights(member) for member in model.members] for model in models
+    )
+    assert torch.allclose(same, alone, atol=1e-6)
+    assert not torch.allclose(same, other, atol=1e-2)
 
 
-def test_a_run_extends(start):
-    rows = read_rows(start(uefl, CUT + "--members 2 --iterations 2"))
-    assert [row["iteration"] for row in rows] == ["1", "1", "2"]
+def test_a_stopped_run_goes_on_with_the_codewords_of_each_member(start, start_and_stop):
+    words = CUT.replace("rounds 2 --later-rounds 1", "rounds 1 --later-rounds 2") + "--members 2 "
+    whole = start(uefl, words + "--iterations 2")
+    rows = read_rows(whole)
+    assert [row["iteration"] for row in rows] == ["1", "2", "2"]
     assert {int(v) for row in rows for v in row["codewords"].split()} == {4, 8}
+    start_and_stop(uefl, words + "--iterations 2 --out cut", 3, "cut")
+    assert outcome(start(uefl, "--resume cut")) == outcome(whole)

@@ -1,5 +1,3 @@
-import contextlib
-
 import numpy as np
 import torch
 from helpers import kept, prepared
@@ -25,16 +23,16 @@ def test_steps_follow_the_formula():
     model = torch.nn.Linear(4, 3, bias=False, dtype=torch.float64)
     batch, start = (torch.from_numpy(x), torch.from_numpy(y)), torch.from_numpy(w).flatten()
     optimizer = torch.optim.SGD(model.parameters(), lr=eta)
-    work = model, start, [batch] * 3, optimizer, contextlib.nullcontext
-    assert np.isclose(fedavg.client_update(*work, mu=mu).item(), loss / 3)
+    found = fedavg.client_update(model, start, [batch] * 3, optimizer, mu=mu)
+    assert np.isclose(found.item(), loss / 3)
     assert np.allclose(model.weight.detach().numpy(), theta)
 
 
 def test_mu_0_is_fedavg_and_a_large_mu_holds_the_clients_back(start):
-    before = prepared(fedavg, CUT)[-1]
+    before = prepared(fedavg, CUT)[-1].initial
     plain = kept(start(entropy_weighting, CUT + "--weighting size"))["w"] - before
     none, large = (
-        kept(start(fedavg, CUT + f"--mu {mu} --out mu-{mu}"))["theta"] - before for mu in (0, 1)
+        kept(start(fedavg, CUT + f"--mu {mu} --out mu-{mu}"))["w"] - before for mu in (0, 1)
     )
     assert torch.allclose(none, plain, atol=1e-6)
     assert 0 < large.norm() < 0.95 * none.norm()

@@ -1,5 +1,3 @@
-import contextlib
-
 import numpy as np
 import pytest
 import torch
@@ -34,7 +32,7 @@ def test_the_requested_share_of_labels_changes_evenly_into_other_classes():
 def test_noise_reaches_training_alone_and_a_baseline_has_the_same(tiny, monkeypatch):
     monkeypatch.setattr(data, "load", lambda *args: tiny)  # the loaded data set is shared
     clean, words = tiny.y.clone(), CUT + "--label-noise 1 0.9"
-    (first, clients, _, trainer, _), (second, *_) = (
+    (_, first, clients, trainer), (_, second, *_) = (
         prepared(entropy_weighting, words) for _ in range(2)
     )
     train, test = torch.cat(clients.train), torch.cat([*clients.test, first.test])
@@ -42,6 +40,8 @@ def test_noise_reaches_training_alone_and_a_baseline_has_the_same(tiny, monkeypa
     assert (first.y[train] != clean[train]).float().mean() > 0.8
     assert torch.equal(first.y, second.y) and torch.equal(trainer.y, first.y)
     assert torch.equal(tiny.y, clean)
+    counts = [first.y[samples].bincount(minlength=3).tolist() for samples in clients.train]
+    assert clients.label_counts.tolist() == counts, "a client counts its wrong labels"
 
 
 def test_trimmed_mean_is_that_of_sorted_values():
@@ -56,7 +56,7 @@ def test_trimmed_mean_is_that_of_sorted_values():
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
 def test_a_round_takes_the_trimmed_mean_of_its_updates(start, method):
     folder = start(method, CUT + "--trim 0.34")
-    before = prepared(method, CUT)[-1].numpy()
+    before = prepared(method, CUT)[-1].initial.numpy()
     (selected,) = selections(read_rows(folder))
     g = kept(folder)["table"][selected].numpy()
     assert np.allclose(kept(folder)["w"], before - trim_mean(g, 0.34), atol=1e-6)
@@ -69,13 +69,10 @@ def test_total_variation_is_the_l1_distance():
     Then the L1 distance is 1, and class 1 has probability p = 1 / (1 + e). The penalty pulls both
     moved weights back by 1/4.
     """
-    model, batch = (
-        torch.nn.Linear(2, 2, bias=False),
-        (torch.tensor([[1.0, 0.0]]), torch.tensor([0])),
-    )
+    model = torch.nn.Linear(2, 2, bias=False)
+    batch = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    work = model, torch.zeros(4), [batch] * 2, optimizer, contextlib.nullcontext
-    loss = local_solver(*work, tv=0.25).item()
+    loss = local_solver(model, torch.zeros(4), [batch] * 2, optimizer, tv=0.25).item()
     assert loss == pytest.approx((np.log(2) + np.log(1 + np.exp(-1)) + 0.25 * 1) / 2)
     p = 1 / (1 + np.e)
     assert np.allclose(model.weight.detach(), [[0.5 + p - 0.25, 0], [-0.5 - p + 0.25, 0]])

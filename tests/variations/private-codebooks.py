@@ -3,8 +3,6 @@ from helpers import kept, prepared, read_rows
 
 import uefl
 from common import splits
-from common.devices import seeded
-from common.train import get_weights
 
 CUT = "--model resblocks --width 0.01 --rotate 0 90 --partition silos --silos 2 1 --silo-size 20 "
 CUT += "--local-epochs 2 --batch-size 10 --lr 0.003 --codebook-size 4 --segments 1 --gamma 0 "
@@ -12,39 +10,43 @@ CUT += "--rounds 2 --later-rounds 1 --no-compare "
 
 
 def test_codewords_are_never_averaged_and_the_newest_replace_the_earlier(start, monkeypatch):
-    seen, average = [], uefl.average_codewords
+    """A codeword has 8 channels, and theta begins with the codewords."""
+    owners, average = [], uefl.average
 
-    def watched(before, codewords, sizes, allowed):
-        after = average(before, codewords, sizes, allowed)
-        for v, owner in enumerate(allowed.float().argmax(0).tolist()):
-            assert allowed[:, v].sum() <= 1, "a codeword has one owner at most"
-            expected = codewords[owner, v] if allowed[owner, v] else before[v]
-            assert torch.allclose(after[v], expected)
-        seen.append(allowed)
+    def watched(theta, thetas, sizes, uses):
+        after = average(theta, thetas, sizes, uses)
+        v = uses[0].logical_not().sum() + uses[0].sum() - (uses.all(0)).sum()  # of any word
+        may_use = uses[:, :v:8]
+        for word, owner in enumerate(may_use.float().argmax(0).tolist()):
+            assert may_use[:, word].sum() <= 1, "a codeword has one owner at most"
+            at = slice(8 * word, 8 * word + 8)
+            expected = thetas[owner, at] if may_use[owner, word] else theta[at]
+            assert torch.allclose(after[at], expected)
+        owners.append(may_use)
         return after
 
-    monkeypatch.setattr(uefl, "average_codewords", watched)
+    monkeypatch.setattr(uefl, "average", watched)
     rows = read_rows(start(uefl, CUT + "--iterations 3"))
     assert [row["codewords"] for row in rows] == ["4 4 4"] * 2 + ["8 8 8"] * 2, "certain ones, too"
-    assert [allowed.shape[1] for allowed in seen] == [12, 12, 24, 36]
-    assert not seen[-1][:, 12:24].any() and seen[-1][:, 24:].sum() == 12
+    assert [may_use.shape[1] for may_use in owners] == [12, 12, 24, 36]
+    assert not owners[-1][:, 12:24].any() and owners[-1][:, 24:].sum() == 12
 
 
 def test_ood_uses_no_codeword_that_was_replaced(start, monkeypatch):
     """The OOD set comes last, after the second extension has replaced the first."""
-    deal = splits.deal
+    make_clients = splits.make_clients
 
-    def with_ood(data, args):
-        clients = deal(data, args)
+    def with_ood(data, *args, **options):
+        clients = make_clients(data, *args, **options)
         clients.tests["ood"] = data.test
         return clients
 
-    monkeypatch.setattr(splits, "deal", with_ood)
+    monkeypatch.setattr(splits, "make_clients", with_ood)
     evaluated, evaluation = [], uefl.client_evaluation
 
-    def spy(model, batches, autocast, passes, allowed=None):
-        evaluated.append(allowed)
-        return evaluation(model, batches, autocast, passes, allowed)
+    def spy(model, batches, passes, may_use=None):
+        evaluated.append(may_use)
+        return evaluation(model, batches, passes, may_use)
 
     monkeypatch.setattr(uefl, "client_evaluation", spy)
     rows = read_rows(start(uefl, CUT + "--iterations 3"))
@@ -56,12 +58,9 @@ def test_each_client_trains_its_own_copy_of_the_first_codebook(start):
     """The first round by hand: a client's codewords are those that it has trained alone."""
     words = CUT + "--iterations 1 --rounds 1 "
     found = kept(start(uefl, words))["theta"]
-    _, clients, base, trainer, _ = prepared(uefl, words, dropout=0.1)
-    with seeded(torch.device("cpu"), 0, "codebook"):
-        codebook = uefl.ExtensibleCodebook(4, 8, 1, trainer.args.commitment, trainer.args.beta)
-    model = uefl.UEFL(base.features, codebook, base.classifier, True)
-    theta, each = get_weights(model), {"allowed": torch.ones(3, 4, dtype=torch.bool)}
-    ends = trainer.train(uefl.client_update, model, theta, clients.ids, 1, each)[1]
-    words = ends[:, : 4 * 8]
-    assert torch.allclose(found, torch.cat([words.flatten(), ends[:, 32:].mean(0)]), atol=1e-5)
-    assert not torch.allclose(words[0], words[1], atol=1e-3), "the copies go different ways"
+    _, _, clients, trainer = prepared(uefl, words)
+    every = {"may_use": torch.ones(3, 4, dtype=torch.bool)}
+    ends, _ = trainer.train(uefl.client_update, trainer.initial, clients.ids, 1, every)
+    own = ends[:, : 4 * 8]
+    assert torch.allclose(found, torch.cat([own.flatten(), ends[:, 32:].mean(0)]), atol=1e-5)
+    assert not torch.allclose(own[0], own[1], atol=1e-3), "the copies go different ways"

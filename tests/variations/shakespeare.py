@@ -1,14 +1,13 @@
 import json
 
-import numpy as np
 import pytest
 import torch
-from helpers import make_tiny, settings
+from helpers import make_tiny
 
 import common.data
 from common import UserError, random_at
 from common.models import build
-from common.splits import deal
+from common.splits import make_clients
 
 load = common.data.load
 
@@ -50,7 +49,7 @@ def test_leafs_json(tmp_path):
 
 def test_each_speaker_is_a_client(tmp_path):
     data, _ = play(tmp_path, 5)
-    clients = deal(data, settings(partition="speaker"))
+    clients = make_clients(data, partition="speaker")
     assert len(clients.train) == 5 and clients.participating == 2
     speakers = [data.domain[train[0]].item() for train in clients.train]
     assert sorted(speakers) == [0, 1, 2, 3, 4]
@@ -60,26 +59,15 @@ def test_each_speaker_is_a_client(tmp_path):
     assert torch.equal(clients.tests["ood"], data.test)
 
 
-def test_leafs_character_model_has_its_size_and_formula():
+def test_leafs_character_model_has_its_size_and_reads_the_last_character():
     model = build("charrnn", (80,), 64)
     lstm = [4 * 256 * (inputs + 256 + 2) for inputs in (8, 256)]
     assert sum(p.numel() for p in model.parameters()) == 64 * 8 + sum(lstm) + 256 * 64 + 64
-    small = build("charrnn", (80,), 5, width=1 / 32).double().features
-    x = torch.randint(0, 5, (3, 80), generator=torch.Generator().manual_seed(0))
-    weights = {name: value.detach().numpy() for name, value in small.lstm.named_parameters()}
-    inputs = small.embedding.weight.detach().numpy()[x]
-    for layer in "01":
-        h, c, outputs = np.zeros((3, 8)), np.zeros((3, 8)), []
-        for t in range(80):
-            gates = inputs[:, t] @ weights[f"weight_ih_l{layer}"].T
-            gates = gates + h @ weights[f"weight_hh_l{layer}"].T
-            gates = gates + weights[f"bias_ih_l{layer}"] + weights[f"bias_hh_l{layer}"]
-            i, f, g, o = np.split(gates, 4, axis=1)
-            c = c / (1 + np.exp(-f)) + np.tanh(g) / (1 + np.exp(-i))
-            h = np.tanh(c) / (1 + np.exp(-o))
-            outputs.append(h)
-        inputs = np.stack(outputs, 1)
-    assert np.allclose(small(x).detach().numpy(), h), "the output after the last character"
+    x = torch.randint(0, 64, (3, 80), generator=torch.Generator().manual_seed(0))
+    hidden, _ = model.features.lstm(model.features.embedding(x[:, :-1]))[1]
+    assert not torch.allclose(model.features(x), hidden[-1]), "without the last character"
+    hidden, _ = model.features.lstm(model.features.embedding(x))[1]
+    assert torch.allclose(model.features(x), hidden[-1], atol=1e-6), "the last state of layer 2"
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
@@ -91,6 +79,6 @@ def test_what_does_not_fit_is_refused(tmp_path):
         load(str(tmp_path / "bad.json"))
     for data, partition in ((play(tmp_path, 2)[0], "dirichlet"), (make_tiny(), "speaker")):
         with pytest.raises(UserError, match="--partition speaker is for text"):
-            deal(data, settings(partition=partition))
+            make_clients(data, partition=partition)
     with pytest.raises(UserError, match="choose charrnn for text"):
         build("cnn", (80,), 5)

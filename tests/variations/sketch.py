@@ -1,7 +1,14 @@
+import pytest
 import torch
 from common.sketch import sketch
+from helpers import kept, prepared
 
+import convex_hull_select
 import minimax_select
+from common.train import local_solver
+
+CUT = "--model resblocks --width 0.01 --local-epochs 1 --clients 8 --participating 6 --sample 6 "
+CUT += "--partition dirichlet --dirichlet 0.5 "
 
 
 def test_each_coordinate_is_added_to_one_sum_with_a_random_sign():
@@ -19,3 +26,14 @@ def test_a_sketch_keeps_the_cosines_up_to_its_error_bound():
     g = torch.randn(20_000) + torch.randn(6, 20_000)
     error = (minimax_select.cosines(sketch(g, size)) - minimax_select.cosines(g)).abs().max()
     assert 0 < error < 4 / size**0.5, "four standard deviations"
+
+
+@pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
+def test_the_table_holds_sketches_of_the_parameters_alone(start, method):
+    words = CUT + ("--hull-dim 5 " if method is convex_hull_select else "")  # selects all
+    folder = start(method, f"{words} --rounds 1 --sketch 50 --no-compare")
+    _, _, clients, trainer = prepared(method, words)
+    g = trainer.initial - trainer.train(local_solver, trainer.initial, clients.ids, 1)[0]
+    assert torch.allclose(kept(folder)["w"], trainer.initial - g.mean(0), atol=1e-6)
+    expected = sketch(g[:, : trainer.parameters], 50)
+    assert torch.allclose(kept(folder)["table"], expected, atol=1e-6)

@@ -1,0 +1,54 @@
+from itertools import combinations
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from common.oracle import compared_with_oracle, oracle_clients
+from helpers import prepared, read_rows, selections
+
+import convex_hull_select
+import minimax_select
+
+CUT = "--model cnn --width 0.125 --local-epochs 1 --lr 0.1 --partition dirichlet --dirichlet 0.3 "
+CUT += "--clients 9 --participating 7 --sample 3 --rounds 2 --no-compare "
+
+
+def nearest_by_scipy(counts, kl):
+    """For each client the smallest H(P_i, P_j) = H(P_i) + KL(P_i || P_j), or KL, to another one."""
+    p = (counts + 1) / (counts + 1).sum(1, keepdims=True)
+    own = [0 if kl else scipy.stats.entropy(row) for row in p]
+    m = range(len(p))
+    return [min(own[i] + scipy.stats.entropy(p[i], p[j]) for j in m if j != i) for i in m]
+
+
+@pytest.mark.parametrize("kl", [False, True])
+def test_no_other_k_clients_have_a_larger_sum_or_leave_out_less(kl, rng):
+    for _ in range(20):
+        counts = rng.integers(0, 9, (7, 3))
+        nearest = nearest_by_scipy(counts, kl)
+        best = max(combinations(range(7), 3), key=lambda some: sum(nearest[i] for i in some))
+        table = torch.from_numpy(counts)
+        assert oracle_clients(table, 3, kl).tolist() == [*best]
+        terms = nearest_by_scipy(counts, kl=False)
+        for some in combinations(range(7), 3):
+            row = compared_with_oracle(table, torch.tensor(some))
+            left_out = sum(terms[i] for i in range(7) if i not in some) / 3
+            assert row["left_out"].item() == pytest.approx(left_out)
+            oracle = oracle_clients(table, 3).tolist()
+            assert row["shared_with_oracle"] == len({*some} & {*oracle})
+
+
+@pytest.mark.parametrize("kind", ["oracle", "oracle-kl"])
+def test_the_oracles_clients_train_in_each_round(start, kind):
+    rows = read_rows(start(minimax_select, f"{CUT} --selection {kind}"))
+    _, data, clients, _ = prepared(minimax_select, CUT)
+    counts = [data.y[samples].bincount(minlength=3).numpy() for samples in clients.train[:7]]
+    nearest = nearest_by_scipy(np.stack(counts), kind == "oracle-kl")
+    assert selections(rows) == [sorted(np.argsort(nearest)[-3:].tolist())] * 2
+    assert kind == "oracle-kl" or [row["shared_with_oracle"] for row in rows] == ["3", "3"]
+
+
+def test_the_hull_has_the_same_columns(start):
+    row = read_rows(start(convex_hull_select, CUT))[0]
+    assert 0 <= int(row["shared_with_oracle"]) <= 3 and float(row["left_out"]) > 0
