@@ -309,7 +309,7 @@ def federate(args, clients, trainer, state):
     """
     n = clients.sizes[clients.ids]  # line 1: all silos are clients, with n_k samples
     theta, may_use = initialise(args, clients, trainer, state)  # line 2
-    t, e = state.get("t", 0), state.get("e", torch.zeros(len(n)))  # line 3
+    t, e = state.get("t", 0), state.get("e", torch.zeros(len(n))).cpu()  # line 3
     for iteration in range(state.get("iteration", 1), args.iterations + 1):  # line 4
         last = args.rounds + (iteration - 1) * args.later_rounds  # line 23: later ones are shorter
         for t in range(t + 1, last + 1):  # line 5

@@ -122,7 +122,7 @@ class Trainer:
         self.initial = get_weights(self.model)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         if precision == "bfloat16":  # not for gradients, which FedIIR computes inside of its loss
-            for part in (self.model, self.model.features):
+            for part in {self.model, getattr(model, "features", model)}:
                 part.forward = torch.autocast(self.device.type, torch.bfloat16)(part.forward)
         most = 5_000_000 // data.x[0, 0].numel()  # by pixels: 99 images of 224 x 224
         # The batch size of the evaluation

@@ -1,11 +1,8 @@
 """A client that diverges ends the run, and what has been computed stays."""
 
 import pytest
-import torch
-from helpers import kept, outcome, read_rows, selections
+from helpers import kept, outcome, poison, read_rows, selections
 from ranks import CALLS
-
-from common.train import Trainer
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -13,13 +10,8 @@ from common.train import Trainer
 def test_a_client_that_diverges_in_round_2(start, launched, monkeypatch, method, processes):
     words = f"{CALLS[method]} --evaluate-every 1 --no-compare"
     healthy = start(method, f"{words} --out healthy")
-    client, batches = selections(read_rows(healthy))[1][-1], Trainer._batches
-
-    def poisoned(self, k, t, total):
-        for x, y in batches(self, k, t, total):
-            yield x * (torch.nan if (k, t) == (client, 2) else 1), y
-
-    monkeypatch.setattr(Trainer, "_batches", poisoned)
+    client = selections(read_rows(healthy))[1][-1]
+    poison(client, 2, monkeypatch.setattr)
     line = f"{method.__name__}.py: client {client} diverged in round 2: lower --lr"
     for flags in (f"{words} --out run", "--resume run"):
         assert launched(method, f"{flags} --processes {processes}", start) == (2, [line])

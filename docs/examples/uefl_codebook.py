@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from scipy.cluster.vq import kmeans2
 from torch import Tensor
 
-
 # ------------------------------------------------------------------------------ copied from uefl.py
 
 
