@@ -251,9 +251,9 @@ def hull(run, points: Tensor, vertices: Tensor) -> None:
     on_hull = np.isin(run.clients.ids, vertices.numpy())
     with drawn(run.folder / "hull.png", 7.6, 4.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
-        if dim > 1:
-            for face in ConvexHull(points.numpy()).simplices:
-                left.plot(*xy[[*face, face[0]]].T, color="0.8", lw=0.7, zorder=0)
+        if dim == 2:  # the shadow of a hull in more dimensions would be a tangle
+            for edge in ConvexHull(points.numpy()).simplices:
+                left.plot(*xy[edge].T, color="0.8", lw=0.7, zorder=0)
         left.scatter(*xy[~on_hull].T, s=12, color=colour[~on_hull])
         left.scatter(*xy[on_hull].T, s=80, color=colour[on_hull], ec="black", zorder=3)
         left.set(title=title, xlabel="first principal component", ylabel="second")
