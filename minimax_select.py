@@ -134,10 +134,11 @@ SETTINGS = {
     ),
 }  # fmt: skip
 SMALL = {  # ours
-    "other": dict(
-        model="cnn", width=0.25, local_epochs=5, batch_size=32, lr=0.05, rounds=20, image_size=32,
-    )
-}  # fmt: skip
+    "other": dict(model="cnn", width=0.25, local_epochs=5, batch_size=32, lr=0.05, rounds=20),
+    "folder": dict(
+        model="cnn", width=0.25, local_epochs=5, batch_size=32, lr=0.05, rounds=20, image_size=32
+    ),
+}
 
 
 def own_flags(add) -> None:

@@ -43,7 +43,7 @@ def image_folder(folder: Path, image_size: int) -> dict:
     rows = find_images(folder)
     parts = {row[0] for row in rows}
     is_split = bool(parts & {"train", "val", "test"})
-    test = "test" if "test" in parts else "val"
+    test = "val" if parts & {"val", "test"} == {"val"} else "test"
     if {"val", "test"} <= parts:
         rows = [row for row in rows if row[0] != "val"]
         say(f"{folder}: val/ is left out, because there is test/")

@@ -31,7 +31,7 @@ class Clients:
     groups         for each client what it has in common with others, such as its domain, or ""
     tests          test sets that belong to no client, by name. ood: the standard test set,
                    or the domain left out; rare: its samples of the rare classes, if there are any
-    label_counts   how many training samples of each class each client holds, float32 [N, C]; whoever
+    label_counts   how many training samples of each class a client holds, float32 [N, C]; whoever
                    changes labels later counts them again
     """
 

@@ -20,7 +20,7 @@ from common.runner import plots
 from common.splits import make_clients
 
 TINY = (
-    "--model cnn --width 0.125 --image-size 8 --rounds 3 --local-epochs 1 --clients 2 "
+    "--model cnn --width 0.125 --rounds 3 --local-epochs 1 --clients 2 "
     "--participating 2 --sample 1 --partition iid --device cpu --precision float32 --no-compare "
 )
 

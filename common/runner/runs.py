@@ -221,6 +221,8 @@ class Run:
             self._write("confusion.csv", _csv(lines))
             plots.confusion(self.folder / "confusion.png", self.confusion, classes)
         self._save_model("model.pt", weights_in(self.state))
+        if ranks.RANK == 0:
+            (self.folder / CHECKPOINTS[1]).unlink(missing_ok=True)
         self.state, self.model = {}, None  # a table of updates may be large
         return self
 

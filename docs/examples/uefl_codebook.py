@@ -47,7 +47,7 @@ class ExtensibleCodebook(nn.Module):
         The backward pass copies the gradient from the output to the tokens. Raises ValueError for a
         wrong `may_use`.
         """
-        v, tokens = len(self.codewords), tokens.to(self.codewords.dtype)  # bfloat16 under autocast
+        v, tokens = len(self.codewords), tokens.to(self.codewords.dtype)
         if not v:
             return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
         if may_use is None:
