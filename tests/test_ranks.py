@@ -124,7 +124,7 @@ def two_nodes(tmp_path, calls, firsts=(nothing, nothing)):
     for rank in (0, 1):
 
         def first(rank=rank):
-            ranks.RANK, ranks.COUNT, ranks.MEETING = rank, 2, f"file://{meeting}"
+            ranks.RANK, ranks.COUNT, ranks.MEETING = rank, 2, str(meeting)
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             firsts[rank]()
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import kept, outcome, parse, parsed, poison, prepared, read_rows
+from helpers import draw_images, kept, outcome, parse, parsed, poison, prepared, read_rows
 from matplotlib.figure import Figure
 from scipy.stats import ttest_rel
 
@@ -25,7 +25,7 @@ import fedavg
 import fediir
 import minimax_select
 import uefl
-from common import UserError
+from common import UserError, ranks
 from common.runner import compare, plots, runs
 from common.runner.load import load
 from common.splits import make_clients
@@ -246,6 +246,10 @@ MISTAKES = [
     (fedavg, "--round 3", "--round"),
     (fedavg, "--lr nan", "--lr: nan is out of range"),
     (fedavg, "--momentum 1", "out of range: 0 to 0.999"),
+    (fedavg, "--image-size 32", "--image-size is for folders of images; glyphs has its own size"),
+    (fedavg, "--resume", "--out, which is missing"),
+    (fediir, "--test-domain mono --dataset glyphs --model resblocks", "has batch norm"),
+    (uefl, "--sample 3", "in UEFL all clients train"),
     (fedavg, "--rotate left", "--rotate: invalid number value: 'left'"),
     (uefl, "--partition domain --rotate 0 360", "name each angle once"),
     (fedavg, "--clients 40 --participating 50", "--participating 50 is more than the 40 clients"),
@@ -504,3 +508,93 @@ def test_evaluations_come_every_so_many_rounds_and_after_the_last(start, method,
     found = read_rows(start(method, CUTS[method] + "--evaluate-every 3 --no-compare"))
     assert [row["round"] for row in found if row["id_accuracy"]] == [*rounds]
     assert all(row["train_loss"] for row in found)
+
+
+# ------------------------------------------------------------------------- runs that go on by themselves
+
+
+LONGER = [(fedavg, "--rounds 2", "--rounds 4"), (minimax_select, "--rounds 1", "--rounds 4")]
+LONGER += [(uefl, "--iterations 1", "--iterations 3")]
+
+
+@pytest.mark.parametrize(("method", "short", "longer"), LONGER)
+def test_a_run_that_is_made_longer_is_one_that_was_longer_from_the_start(
+    start,
+    whole,
+    method,
+    short,
+    longer,
+):
+    start(method, f"{CUTS[method]} --no-compare --out short {short}")
+    assert outcome(start(method, f"--resume short {longer}")) == outcome(whole(method))
+
+
+@pytest.mark.parametrize(("method", "flags"), [(fedavg, "--rounds 3"), (uefl, "--rounds 9")])
+def test_a_run_does_not_become_shorter_or_another_one(start, whole, launched, method, flags):
+    before = outcome(whole(method))
+    code, lines = launched(method, f"--resume whole {flags}", start)
+    assert code == 2 and "was run with another --rounds" in lines[-1]
+    assert outcome(Path("whole")) == before
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_same_command_after_sigterm_ends_with_the_same_bytes(
+    start,
+    whole,
+    launched,
+    monkeypatch,
+    processes,
+):
+    """SIGTERM comes in round 2, to one of the ranks only."""
+    expected, train = outcome(whole(fedavg)), Trainer.train
+
+    def train_and_stop(self, update, theta, selected, t, *more, **options):
+        if (t, ranks.RANK) == (2, processes - 1):
+            signal.raise_signal(signal.SIGTERM)
+        return train(self, update, theta, selected, t, *more, **options)
+
+    words = f"{CUTS[fedavg]} --no-compare --precision float32 --out again --resume --processes {processes}"
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train", train_and_stop)
+        patch.setattr(ranks, "_terminated", False)
+        code, lines = launched(fedavg, words, start)
+    assert code == 143 and lines[-1] == "fedavg.py: stopped; continue with --resume again"
+    assert kept(Path("again"))["t"] == 2
+    assert launched(fedavg, words, start)[0] == 0
+    assert outcome(Path("again")) == expected
+
+
+def test_after_a_damaged_checkpoint_the_one_before_goes_on(start, start_and_stop, whole):
+    start_and_stop(fedavg, CUTS[fedavg] + "--no-compare --out cut", 3, "cut")
+    last, before = (Path("cut", name) for name in runs.CHECKPOINTS)
+    last.write_bytes(last.read_bytes()[:-9])
+    assert before.exists() and outcome(start(fedavg, "--resume cut")) == outcome(whole(fedavg))
+
+
+def test_the_same_images_at_another_path_are_the_same_data(launched, tmp_path):
+    draw_images(tmp_path / "pets", n=40)
+    words = "--rounds 1 --local-epochs 1 --model cnn --width 0.125 --image-size 8 --clients 3"
+    words += " --participating 3 --sample 1 --no-compare --device cpu --precision float32"
+    assert launched(fedavg, f"{words} --dataset pets --out run")[0] == 0
+    expected = outcome(Path("run"))
+    Path("pets").rename("elsewhere")
+    assert launched(fedavg, "--resume run --dataset elsewhere --rounds 1")[0] == 0
+    assert outcome(Path("run")) == expected
+    next(Path("elsewhere").rglob("*.png")).unlink()
+    common.data.load.cache_clear()
+    code, lines = launched(fedavg, "--resume run --dataset elsewhere")
+    assert code == 2 and "belongs to other data" in lines[-1]
+
+
+def test_a_file_that_a_spreadsheet_holds_open_is_written_later(tmp_path, monkeypatch):
+    replace, refusals, waited = Path.replace, [PermissionError, PermissionError], []
+
+    def replace_later(self, target):
+        if refusals:
+            raise refusals.pop()
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace_later)
+    monkeypatch.setattr(runs.time, "sleep", waited.append)
+    runs.write_whole(tmp_path / "metrics.csv", "round\n1\n")
+    assert (tmp_path / "metrics.csv").read_text() == "round\n1\n" and len(waited) == 2
