@@ -3,8 +3,8 @@
 Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating
 Clients (arXiv 2310.07171), section IV-B2. The server keeps the latest g = w - w_i of each
 participating client, which the paper calls its gradient. In each round it selects the vertices of
-the convex hull of these points, because the gradients of clients that never train probably lie
-inside the hull, or near it.
+the convex hull of these points, because the gradients of clients that never train can be considered
+as random points within the hull or around it.
 
     Algorithm 2
      1  before round 1 all participating clients train from w_0 and upload g_0^i
@@ -25,7 +25,7 @@ in docs/convex_hull_select.md.
     python convex_hull_select.py --dataset cifar10 --selection interior        (table 1's ablation)
 
 The first command takes SECONDS on two cores, and shows that clients with a class that nobody else
-has are trained more often.
+has are trained more often than at random.
 """
 
 import torch
@@ -119,20 +119,27 @@ def select(args, clients, table: Tensor, t: int) -> Tensor:
     return splits.draw(possible, count, random_at(args.seed, "select", t))
 
 
+def first_uploads(clients, trainer, w: Tensor) -> Tensor:
+    """Line 1: the first g of all participating clients, [M, parameters]. They fill only the table.
+
+    The table leaves out the statistics of batch norm, because they would outweigh the parameters.
+    """
+    w_i, _ = trainer.train(train.local_solver, w, clients.ids, 0)
+    return (w - w_i)[:, : trainer.parameters]
+
+
 def federate(args, clients, trainer, state):
     """Algorithm 2. Yields after each round the state to go on from, and what was measured.
 
-    state  {} at the start, or what was yielded last; its table then changes in place
+    state  {} at the start, or what was yielded last, whose table is then written to
     """
-    w, table = state.get("w", trainer.initial), state.get("table")
-    n = trainer.parameters  # the table leaves out the statistics of batch norm, which follow them
-    if table is None:  # the first uploads only fill the table
-        table = (w - trainer.train(train.local_solver, w, clients.ids, 0)[0])[:, :n]  # line 1
+    w = state.get("w", trainer.initial)
+    table = state["table"] if state else first_uploads(clients, trainer, w)  # line 1
     for t in range(state.get("t", 0) + 1, args.rounds + 1):  # line 2
         selected = select(args, clients, table, t)  # line 3
         w_i, losses = trainer.train(train.local_solver, w, selected, t)  # lines 5, 6: [K, P], [K]
         g = w - w_i  # line 7
-        table[selected] = g[:, :n]  # section IV-B; the rows of the other clients stay
+        table[selected] = g[:, : trainer.parameters]  # section IV-B; the other rows stay
         alpha = train.averaging_weights(args.weighting, clients.sizes[selected]).to(g)
         w = w - alpha @ g  # line 9
         yield {"t": t, "w": w, "table": table}, trainer.evaluate(w, t, selected, losses)

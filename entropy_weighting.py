@@ -3,10 +3,10 @@
 Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non-Participating
 Clients (arXiv 2310.07171), section IV-A (maximum entropy aggregation). A client's weight grows with
 the entropy of its labels, because by theorem 1 a larger sum of alpha_i H_i lowers a bound on the
-gap between the empirical risk and a risk in which rare samples count more. Both are risks on
-participating clients, and the paper hopes that this helps those that never train, too. The paper
-gives no listing for this method, so the numbers of the lines are ours. p_i(y) is the share of label
-y, and M clients participate.
+gap between the empirical risk and a risk in which rare samples count more. In the arXiv version
+both are risks on participating clients, and the paper hopes that this helps those that never train,
+too. It gives no listing for this method, so the numbers of the lines are ours, and lines 4 and 5
+are those of its Algorithm 2. p_i(y) is the share of label y, and M clients participate.
 
     Section IV-A
      1  H_i = -sum_y p_i(y) log p_i(y) from the labels of client i

@@ -9,7 +9,7 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
      3      S_t = a random set of m clients
      4      for each client k in S_t, in parallel
      5          w_{t+1}^k = ClientUpdate(k, w_t)
-     6      w_{t+1} = sum over S_t of n_k / n w_{t+1}^k
+     6      w_{t+1} = sum over S_t of n_k / m_t w_{t+1}^k
     ClientUpdate(k, w)
      7  split P_k into batches of size B
      8  for each local epoch from 1 to E
@@ -17,9 +17,9 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
     10          w <- w - eta grad loss(w; b)
     11  return w to the server
 
-n is the number of samples of the clients in S_t, as in the erratum of the paper's fourth version
-(arXiv 1602.05629). The other five files change a few of these lines. docs/fedavg.md explains the
-method.
+m_t is the number of samples of the clients in S_t, as in the erratum of the paper's fourth version
+(arXiv 1602.05629). Our K is the paper's m, and M clients participate. The other five files build on
+these lines. docs/fedavg.md explains the method.
 
     python fedavg.py
     python fedavg.py --dataset cifar10 --selection power_of_choice
@@ -132,7 +132,7 @@ def own_flags(add) -> None:
         default="random",
         help="line 3; by_size: probability n_k / n, so take --weighting equal",
     )
-    add("--weighting", choices=by, default="size", help="line 6: n_k / n, or 1 / m")
+    add("--weighting", choices=by, default="size", help="line 6: n_k / m_t, or 1 / K")
     add(
         "--held-out",
         type=flags.within(float, 0, 0.9),

@@ -11,7 +11,7 @@ in line 4, and over the mini-batch in line 10.
      1  initialise theta^0
      2  for t = 1 .. T
      3      sample a subset C of the clients
-     4      g = mean over C of grad_omega R_c(theta^{t-1}), and
+     4      g = mean over C of grad_omega R_c(theta^{t-1}) [Q], and
             g~ = v g~ + (1 - v) g, its moving average (appendix C)
      5      on each client c in C, in parallel
      6          theta_c = theta^{t-1}
@@ -34,7 +34,7 @@ code say where the paper is silent, and where the authors' code differs.
         --model resnet50 --lr 1e-3 --gamma 5e-4   (VLCS: no --model, --lr 1e-3 --gamma 5e-3)
 
 The first command takes SECONDS on two cores, and shows that the penalty takes out a colour that is
-right in one domain more often than in another.
+right in one domain more often than in another. It has v = 0, so g~ is g.
 """
 
 import torch
@@ -117,6 +117,11 @@ def client_update(model, theta, batches, optimizer, global_gradient, gamma):
     return torch.stack(losses).mean()
 
 
+def spread(gradients: Tensor) -> Tensor:
+    """The mean squared distance of the clients' gradients [C, Q] from their mean."""
+    return (gradients - gradients.mean(0)).square().sum(1).mean()
+
+
 def federate(args, clients, trainer, state):
     """Algorithm 1. Yields after each round the state to go on from, and what was measured.
 
@@ -128,8 +133,8 @@ def federate(args, clients, trainer, state):
     # v = 0.95 it takes 14 rounds to reach half of its size.
     global_gradient = state.get("global_gradient", 0.0)
     for t in range(state.get("t", 0) + 1, args.rounds + 1):  # line 2
-        rng = random_at(args.seed, "select", t)
-        selected = splits.draw(clients.ids, clients.per_round, rng)  # line 3
+        # Line 3
+        selected = splits.draw(clients.ids, clients.per_round, random_at(args.seed, "select", t))
         [gradients] = trainer.map(client_gradient, theta, selected, clients.train, t)  # [C, Q]
         g = gradients.mean(0)  # line 4
         global_gradient = args.ema * global_gradient + (1 - args.ema) * g  # line 4
@@ -137,8 +142,7 @@ def federate(args, clients, trainer, state):
         theta_c, losses = trainer.train(client_update, theta, selected, t, **options)  # line 5
         deltas = theta_c - theta  # line 13, here on the server
         theta = theta + args.server_lr * deltas.mean(0)  # line 15: all clients count the same
-        row = trainer.evaluate(theta, t, selected, losses)
-        row["gradient_spread"] = (gradients - g).square().sum(1).mean()
+        row = trainer.evaluate(theta, t, selected, losses) | {"gradient_spread": spread(gradients)}
         yield {"t": t, "theta": theta, "global_gradient": global_gradient}, row
 
 
@@ -163,9 +167,9 @@ def build_model(args, shape, classes):
 #
 # The width, stride and norm of `convnet` come from the authors' code. ResNets have group norm, or
 # with --pretrained batch norm with fixed statistics, as there. The hidden layer of their classifier
-# is as wide as its input, while the authors' goes from 512 to 256. Their classifiers start from
-# Kaiming-normal weights. Our images are in -1..1 and not augmented. Theirs are in 0..1, and those
-# of 224 pixels are cropped, flipped, jittered and turned grey at random.
+# is as wide as its input, while the authors' goes from 512 to 256 and starts from Kaiming-normal
+# weights. Our images are in -1..1 and not augmented. The authors' are in 0..1, and those of 224
+# pixels are cropped, flipped, jittered and turned grey at random.
 #
 # EXAMPLE, on coloured glyphs, is ours, and so are glyphs and SMALL. A narrower model needs a larger
 # gamma. In the example a batch is all of a client's data, and v is 0, so the penalty compares just

@@ -26,7 +26,7 @@ stands beside the line in question, and the rest in docs/minimax_select.md.
     python minimax_select.py --dataset cifar10 --selection maxsim              (table 1's ablation)
 
 The first command takes SECONDS on two cores, and shows that clients with a class that nobody else
-has are trained more often.
+has are trained more often than at random.
 """
 
 import torch
@@ -71,10 +71,12 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
              pass weights, and leave out the statistics of batch norm, which would outweigh the rest
     largest  takes the largest S*_i instead, which is MaxSim
 
-    Algorithm 1, lines 10 to 16, differs in two ways. Its loop `while |I| <= K` ends with K + 1
-    clients. And line 14 removes the value S*_i, so if two clients share it, being each other's most
-    similar one, only one is selected. We follow equation 16. Ties go to the smaller index. Raises
-    ValueError if g is not a matrix, if an update is zero or not finite, or if k is not in 1 .. M.
+    Algorithm 1, lines 6 to 16, differs in two ways. Its loop `while |I| <= K` ends with K + 1
+    clients. And it keeps the values S*_i as a set, in which two clients that share one, being each
+    other's most similar one, count once. We follow equation 16. Ties go to the smaller index.
+
+    Raises ValueError if g is not a matrix, if an update is zero or not finite, or if k is not in
+    1 .. M.
     """
     if g.dim() != 2 or not 1 <= k <= len(g):
         raise ValueError(f"k = {k} of g {[*g.shape]}: g must be [M, parameters], and k in 1 .. M")
@@ -92,20 +94,27 @@ def select(args, clients, table: Tensor, t: int) -> Tensor:
         raise UserError(f"round {t}: {e}: change --lr") from e
 
 
+def first_uploads(clients, trainer, w: Tensor) -> Tensor:
+    """Line 1: the first g of all participating clients, [M, parameters]. They fill only the table.
+
+    The table leaves out the statistics of batch norm, because they would outweigh the parameters.
+    """
+    w_i, _ = trainer.train(train.local_solver, w, clients.ids, 0)
+    return (w - w_i)[:, : trainer.parameters]
+
+
 def federate(args, clients, trainer, state):
     """Algorithm 2. Yields after each round the state to go on from, and what was measured.
 
-    state  {} at the start, or what was yielded last; its table then changes in place
+    state  {} at the start, or what was yielded last, whose table is then written to
     """
-    w, table = state.get("w", trainer.initial), state.get("table")
-    n = trainer.parameters  # the table leaves out the statistics of batch norm, which follow them
-    if table is None:  # the first uploads only fill the table
-        table = (w - trainer.train(train.local_solver, w, clients.ids, 0)[0])[:, :n]  # line 1
+    w = state.get("w", trainer.initial)
+    table = state["table"] if state else first_uploads(clients, trainer, w)  # line 1
     for t in range(state.get("t", 0) + 1, args.rounds + 1):  # line 2
         selected = select(args, clients, table, t)  # line 4
         w_i, losses = trainer.train(train.local_solver, w, selected, t)  # lines 5, 6: [K, P], [K]
         g = w - w_i  # line 7
-        table[selected] = g[:, :n]  # section IV-B; the rows of the other clients stay
+        table[selected] = g[:, : trainer.parameters]  # section IV-B; the other rows stay
         alpha = train.averaging_weights(args.weighting, clients.sizes[selected]).to(g)
         w = w - alpha @ g  # line 9
         yield {"t": t, "w": w, "table": table}, trainer.evaluate(w, t, selected, losses)

@@ -1,4 +1,4 @@
-"""UEFL: if the model is uncertain about a client's data, this client gets codewords of its own.
+"""UEFL: a client about whose data the model is more uncertain gets codewords of its own.
 
 Zhang, Cao and Liu, Uncertainty-Based Extensible Codebook for Discrete Federated Learning in
 Heterogeneous Data Silos (arXiv 2402.18888). An encoder f_E turns an image into tokens z, f_D
@@ -55,7 +55,7 @@ from common.runner import compare, flags, plots
 
 
 class UEFL(nn.Module):
-    """Encoder, codebook and classifier, without a codebook FedAvg's.
+    """Encoder, codebook and classifier. With a codebook of size 0, it is FedAvg's model.
 
     token_norm  a layer norm without parameters follows the encoder, in FedAvg, too. It is ours:
                 tokens after ReLUs point in similar directions, and would use few codewords
@@ -164,7 +164,7 @@ def client_update(model, theta, batches, optimizer, may_use):
         loss = code_loss + task_loss
         optimizer.zero_grad()
         loss.backward()  # line 17
-        optimizer.step()  # line 17
+        optimizer.step()  # line 17, by Adam, as in the authors' code
         losses.append(loss.detach())
     return torch.stack(losses).mean()
 
@@ -187,7 +187,7 @@ def average(theta: Tensor, thetas: Tensor, sizes: Tensor, uses: Tensor) -> Tenso
 def predictive_entropy(probabilities: Tensor) -> Tensor:
     """Equation 6: probabilities of T passes [T, N, C] -> the entropy of their mean, in nats [N].
 
-    Line 22 lacks the minus sign. NaN stays NaN. Raises ValueError if a row is no distribution.
+    The paper's line 22 lacks the minus sign. Raises ValueError if a row is no distribution.
     """
     p = probabilities
     if p.dim() != 3 or (p < 0).any() or ((p.sum(-1) - 1).abs() > 0.01).any():
@@ -207,7 +207,8 @@ def client_evaluation(model, batches, passes, may_use=None):
     e_k is the mean entropy of the held-out samples, which is our choice, and needs no labels. The
     confusion is that of the mean probabilities of the same T passes with dropout, while the other
     methods' files switch dropout off. Only the classifier has dropout, so encoder and codebook run
-    once for all passes. The perplexity is exp(entropy) of how often each codeword is used.
+    once for all passes. The paper does not define perplexity: ours is exp(entropy) of how often a
+    codeword is used.
     """
     model.classifier.train()  # so that dropout stays on
     entropies, code_losses, indices, answers = [], [], [], 0
@@ -349,11 +350,11 @@ def build_model(args, shape, classes):
 PAPER = dict(
     partition="silos", rotate=[0, -50, 120], silos=[3, 3, 3],  # section 4
     codebook_size=64, gamma=0.1,  # section 4
-    rounds=40,  # appendix H; appendix F has 44 for CIFAR-100
+    rounds=40,  # appendix H
     later_rounds=20,  # section 4
     model="resblocks",  # section 4
-    # The authors' code; appendix F has 5 local epochs for CIFAR-100. Adam starts anew in each
-    # round, which is our choice
+    # The authors' code; the paper names local epochs only in appendix F: 5, in 44 rounds without
+    # dropout on CIFAR-100. Adam starts anew in each round, which is our choice
     optimizer="adam", lr=1e-4, batch_size=1024, local_epochs=20,
     precision="tf32",  # on a CPU float32, in which all our results were measured
 )  # fmt: skip

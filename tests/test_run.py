@@ -510,7 +510,7 @@ def test_evaluations_come_every_so_many_rounds_and_after_the_last(start, method,
     assert all(row["train_loss"] for row in found)
 
 
-# ------------------------------------------------------------------------- runs that go on by themselves
+# ---------------------------------------------------------------- runs that go on by themselves
 
 
 LONGER = [(fedavg, "--rounds 2", "--rounds 4"), (minimax_select, "--rounds 1", "--rounds 4")]
@@ -553,7 +553,8 @@ def test_the_same_command_after_sigterm_ends_with_the_same_bytes(
             signal.raise_signal(signal.SIGTERM)
         return train(self, update, theta, selected, t, *more, **options)
 
-    words = f"{CUTS[fedavg]} --no-compare --precision float32 --out again --resume --processes {processes}"
+    words = f"{CUTS[fedavg]} --no-compare --precision float32 --out again --resume "
+    words += f"--processes {processes}"
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "train", train_and_stop)
         patch.setattr(ranks, "_terminated", False)

@@ -273,6 +273,8 @@ def uncertainties(run, state: dict) -> None:
     kind = "silo {}, turned {}°" if run.args.rotate else "silo {}, {}"
     file, m = run.folder / "uncertainties.png", run.clients.participating
     names = [kind.format(k, run.clients.groups[k]) for k in range(m)]
+    found = [row["uncertainties"] for row in ends.values()]
+    largest = max(max(*e, (1 + run.args.gamma) * min(e)) for e in found)
     with drawn(file, max(5, 2.4 * len(ends) + 1), 1.3 + 0.25 * m) as figure:
         figure.suptitle("a silo whose bar crosses the dotted line gets more words (codewords)")
         all_axes = figure.subplots(1, len(ends), squeeze=False, sharex=True, sharey=True)[0]
@@ -281,8 +283,9 @@ def uncertainties(run, state: dict) -> None:
             threshold = (1 + run.args.gamma) * e.min()
             axes.barh(names, e, color=np.where(e > threshold, COLOURS[3], "0.8"))
             for k, n in enumerate(row["codewords"]):
-                axes.text(0, k, f" {n:.0f} words", va="center")
+                axes.text(1.45 * largest, k, f"{n:.0f} words", ha="right", va="center")
             axes.axvline(threshold, color="black", ls=":", lw=0.9)
             end = " (no more words)" if row is run.rows[-1] else ""
             axes.set(title=f"after round {row['round']}{end}", xlabel="uncertainty (nats)")
+            axes.set(xlim=(0, 1.45 * largest))
         all_axes[0].invert_yaxis()

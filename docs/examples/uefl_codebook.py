@@ -84,7 +84,7 @@ class ExtensibleCodebook(nn.Module):
 def predictive_entropy(probabilities: Tensor) -> Tensor:
     """Equation 6: probabilities of T passes [T, N, C] -> the entropy of their mean, in nats [N].
 
-    Line 22 lacks the minus sign. NaN stays NaN. Raises ValueError if a row is no distribution.
+    The paper's line 22 lacks the minus sign. Raises ValueError if a row is no distribution.
     """
     p = probabilities
     if p.dim() != 3 or (p < 0).any() or ((p.sum(-1) - 1).abs() > 0.01).any():

@@ -80,10 +80,12 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
              pass weights, and leave out the statistics of batch norm, which would outweigh the rest
     largest  takes the largest S*_i instead, which is MaxSim
 
-    Algorithm 1, lines 10 to 16, differs in two ways. Its loop `while |I| <= K` ends with K + 1
-    clients. And line 14 removes the value S*_i, so if two clients share it, being each other's most
-    similar one, only one is selected. We follow equation 16. Ties go to the smaller index. Raises
-    ValueError if g is not a matrix, if an update is zero or not finite, or if k is not in 1 .. M.
+    Algorithm 1, lines 6 to 16, differs in two ways. Its loop `while |I| <= K` ends with K + 1
+    clients. And it keeps the values S*_i as a set, in which two clients that share one, being each
+    other's most similar one, count once. We follow equation 16. Ties go to the smaller index.
+
+    Raises ValueError if g is not a matrix, if an update is zero or not finite, or if k is not in
+    1 .. M.
     """
     if g.dim() != 2 or not 1 <= k <= len(g):
         raise ValueError(f"k = {k} of g {[*g.shape]}: g must be [M, parameters], and k in 1 .. M")
