@@ -94,12 +94,12 @@ def select(args, clients, table: Tensor, t: int) -> Tensor:
         raise UserError(f"round {t}: {e}: change --lr") from e
 
 
-def first_uploads(clients, trainer, w: Tensor) -> Tensor:
-    """Line 1: the first g of all participating clients, [M, parameters]. They fill only the table.
+def first_uploads(trainer, w: Tensor, ids: Tensor) -> Tensor:
+    """Line 1: the first g of these clients, int64 [M]: [M, parameters]. They fill only the table.
 
     The table leaves out the statistics of batch norm, because they would outweigh the parameters.
     """
-    w_i, _ = trainer.train(train.local_solver, w, clients.ids, 0)
+    w_i, _ = trainer.train(train.local_solver, w, ids, 0)
     return (w - w_i)[:, : trainer.parameters]
 
 
@@ -109,7 +109,7 @@ def federate(args, clients, trainer, state):
     state  {} at the start, or what was yielded last, whose table is then written to
     """
     w = state.get("w", trainer.initial)
-    table = state["table"] if state else first_uploads(clients, trainer, w)  # line 1
+    table = state["table"] if state else first_uploads(trainer, w, clients.ids)  # line 1
     for t in range(state.get("t", 0) + 1, args.rounds + 1):  # line 2
         selected = select(args, clients, table, t)  # line 4
         w_i, losses = trainer.train(train.local_solver, w, selected, t)  # lines 5, 6: [K, P], [K]
