@@ -52,13 +52,14 @@ class ExtensibleCodebook(nn.Module):
             return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
         if may_use is None:
             may_use = torch.ones(v, dtype=torch.bool, device=tokens.device)
-        if may_use.dtype != torch.bool or may_use.shape != (v,) or not may_use.any():
+        usable = may_use.nonzero().flatten()
+        if may_use.dtype != torch.bool or may_use.shape != (v,) or not len(usable):
             raise ValueError(f"may_use must be bool [{v}] with at least one True")
         with torch.autocast(tokens.device.type, enabled=False):
             z = tokens.reshape(-1, self.codewords.shape[1])
             exact = "donot_use_mm_for_euclid_dist"  # of large, nearly equal numbers, too
-            distances = torch.cdist(z, self.codewords, compute_mode=exact)
-            indices = distances.masked_fill(~may_use, torch.inf).argmin(1)  # line 13, equation 4
+            distances = torch.cdist(z, self.codewords[usable], compute_mode=exact)
+            indices = usable[distances.argmin(1)]  # line 13, equation 4
             c = self.codewords[indices]
             # As in the authors' code, both terms are means and have a weight; the paper's are sums,
             # and only beta is a weight
