@@ -49,7 +49,10 @@ def note_sigterm(*_) -> None:
 
 def is_terminated() -> bool:
     """Whether a rank has got SIGTERM. All ranks ask together, so that they stop in one round."""
-    return any(exchange(_terminated))
+    count = torch.tensor(int(_terminated))
+    if COUNT > 1:
+        dist.all_reduce(count)
+    return count > 0
 
 
 def launch(main: Callable[[], object]) -> None:
