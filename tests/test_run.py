@@ -599,3 +599,14 @@ def test_a_file_that_a_spreadsheet_holds_open_is_written_later(tmp_path, monkeyp
     monkeypatch.setattr(runs.time, "sleep", waited.append)
     runs.write_whole(tmp_path / "metrics.csv", "round\n1\n")
     assert (tmp_path / "metrics.csv").read_text() == "round\n1\n" and len(waited) == 2
+
+
+def test_all_seeds_keep_the_precision_that_the_first_node_has_picked(start, monkeypatch):
+    has = {"avx512_bf16": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    folder = start(fedavg, f"{CUTS[fedavg]} --no-compare --out x --seed 1 2 --rounds 1 --resume")
+    has["avx512_bf16"] = False  # another node
+    start(fedavg, "--resume x --rounds 2")
+    for args in folder.rglob("args.json"):
+        assert json.loads(args.read_text())["flags"]["precision"] == "bfloat16"
+    assert all(len(read_rows(folder / f"seed{seed}")) == 2 for seed in (1, 2))
