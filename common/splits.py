@@ -192,18 +192,25 @@ def label_counts(data: Dataset, clients: Parts) -> Tensor:
     return torch.stack(counts).float()
 
 
-def pools(data: Dataset, partition: str, test_domain: str | None) -> tuple[Tensor, Tensor]:
+def pools(
+    data: Dataset, partition: str, test_domain: str | None, seed: int
+) -> tuple[Tensor, Tensor]:
     """The samples that the clients divide, and the OOD samples: two int64 tensors.
 
-    Without a test domain, they are the standard training and test sets; silos have no OOD samples.
-    With one, all samples of this domain are OOD, and the clients divide those of the others, of
-    both the training and the test set, as in Guo et al. (silos: of the training set).
+    Without a test domain, they are the standard training and test sets. Silos have no OOD samples,
+    and in a folder of domains without a test set a fifth of the samples is drawn for it, unless
+    each client holds one domain. With a test domain, all its samples are OOD, and the clients
+    divide those of the others, of both the training and the test set, as in Guo et al. (silos: of
+    the training set).
     """
     is_silos = partition == "silos"
     if data.domain is None and (test_domain or is_silos or partition == "domain"):
         raise UserError(f"{data.name} has no domains, which --test-domain and the partitions "
                         "domain and silos need: make some with --rotate, or sort the images as "
                         "DOMAIN/CLASS/")  # fmt: skip
+    if test_domain is None and not len(data.test) and partition not in ("domain", "silos"):
+        mixed = shuffled(data.train, random_at(seed, "ood"))
+        return mixed[len(mixed) // 5 :], mixed[: len(mixed) // 5]
     if test_domain is None:
         return data.train, data.test[:0] if is_silos else data.test
     if test_domain not in data.domains:
@@ -352,7 +359,7 @@ def make_clients(
     A silo is tested on samples of the standard test set if there is one. Raises UserError if the
     numbers do not fit the data.
     """
-    pool, ood = pools(data, partition, test_domain)
+    pool, ood = pools(data, partition, test_domain, seed)
     share = held_out
     if share is None:
         share = 0.1 if partition == "domain" else HELD_OUT

@@ -189,7 +189,7 @@ def test_with_nothing_held_out_clients_train_on_all_their_samples(tiny):
     some = make_clients(tiny, 0, "iid", clients=4, held_out=0.3)
     assert [len(samples) for samples in some.test] == [9] * 4
     with pytest.raises(UserError, match="some for testing"):
-        make_clients(replace(tiny, test=tiny.test[:0]), 0, "iid", clients=4, held_out=0)
+        make_clients(replace(tiny, test=tiny.test[:0]), 0, "domain", clients=4, held_out=0)
 
 
 def test_silos_are_tested_on_their_own_domain_of_the_standard_test_set(tiny):
@@ -257,3 +257,13 @@ def test_three_of_four_specialists_hold_one_class(n):
 def test_three_rare_classes_need_two_others(tiny):
     with pytest.raises(UserError, match="needs 5 classes"):
         make_clients(tiny, 0, "rare", clients=8)
+
+
+@pytest.mark.parametrize("partition", ["dirichlet", "iid", "domain"])
+def test_domains_without_a_test_set_lend_a_fifth_for_ood(partition):
+    data = ten_classes(n=700, n_test=0)
+    clients = make_clients(data, 3, partition, clients=4)
+    ood = clients.tests.get("ood", data.test)
+    assert len(ood) == (0 if partition == "domain" else 140)
+    held = torch.cat([*clients.train, *clients.test])
+    assert all_once([held, ood], data.train)
