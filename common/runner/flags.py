@@ -62,7 +62,7 @@ def add_shared_flags(parser: Parser, example: str) -> None:
     """
     add = parser.add_argument_group("settings").add_argument
     add("--dataset", default=example,
-        help=f"{', '.join(data.NAMES)}, or a folder of images")
+        help=f"{', '.join(data.NAMES)} (emnist: its ten digits), or a folder of images")
     add("--small", action=BooleanOptionalAction, default=False,
         help="our cut of the settings: minutes without a GPU")
     add("--resume", nargs="?", const="--out", metavar="DIR",
