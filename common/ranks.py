@@ -138,6 +138,8 @@ def start(work: Callable[[], None], count: int) -> None:
                 process.terminate()
 
         before = signal.signal(signal.SIGTERM, tell_all)
+        if _terminated:  # before there was anybody to tell
+            tell_all()
         try:
             while not ranks.join(grace_period=1):
                 pass

@@ -610,3 +610,28 @@ def test_all_seeds_keep_the_precision_that_the_first_node_has_picked(start, monk
     for args in folder.rglob("args.json"):
         assert json.loads(args.read_text())["flags"]["precision"] == "bfloat16"
     assert all(len(read_rows(folder / f"seed{seed}")) == 2 for seed in (1, 2))
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_noticed(start, start_and_stop, whole):
+    start_and_stop(fedavg, CUTS[fedavg] + "--no-compare --out cut", 3, "cut")
+    last = Path("cut", runs.CHECKPOINTS[0])
+    content = bytearray(last.read_bytes())
+    content[len(content) // 2] ^= 1
+    last.write_bytes(content)
+    assert outcome(start(fedavg, "--resume cut")) == outcome(whole(fedavg))
+
+
+@pytest.mark.parametrize("typed", ["--precision auto --seed 3 3", "--precision tf32 --seed 3"])
+def test_the_same_command_goes_on_whatever_its_flags_stood_for(start, typed):
+    words = f"{CUTS[fedavg]} --no-compare --out again {typed} --resume"
+    first = outcome(start(fedavg, words))
+    assert outcome(start(fedavg, words)) == first
+
+
+def test_a_run_without_a_checkpoint_does_not_go_on_with_other_data(start, whole, launched, tiny):
+    folder = whole(fedavg)
+    (folder / "checkpoint.pt").unlink()
+    about = json.loads((folder / "args.json").read_text())
+    (folder / "args.json").write_text(json.dumps(about | {"data": about["data"] + 1}))
+    code, lines = launched(fedavg, "--resume whole", start)
+    assert code == 2 and "belongs to other data" in lines[-1]

@@ -96,8 +96,8 @@ def run_all(args, run_one, label, changes, plans) -> Runs:
     runs: dict[str, list[Run]] = {name: [] for name in changes}
     device = devices.pick_device(args.device)
     args.precision = devices.pick_precision(args.precision, device, args.model)  # of all runs
-    if len(plans) > 1 and ranks.RANK == 0:
-        write_args(Path(args.out), {"flags": vars(args)}, args.resume)
+    if len(plans) > 1 and ranks.RANK == 0 and not args.resume:
+        write_args(Path(args.out), {"flags": vars(args)}, False)
     for i, plan in enumerate(plans, start=1):
         rounds = plan.rounds
         for name, flags in changes.items():
@@ -112,6 +112,8 @@ def run_all(args, run_one, label, changes, plans) -> Runs:
             rounds = runs[name][-1].t  # a baseline stops when the method has stopped
         if len(plans) > 1:
             print(f"{i} of {len(plans)} done", flush=True)
+        if len(plans) > 1 and ranks.RANK == 0 and args.resume:  # its flags fitted the first run
+            write_args(Path(args.out), {"flags": vars(args)}, True)
     return runs
 
 

@@ -226,7 +226,7 @@ def saved_flags(folder: str, method: str) -> dict:
         seeds = saved["seed"] if isinstance(saved["seed"], list) else [saved["seed"]]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"--resume {folder}: there is no run to resume ({first_line(e)})") from e
-    return saved | {"seed": seeds, "processes": None}
+    return saved | {"seed": list(dict.fromkeys(seeds)), "processes": None}
 
 
 def folder_to_resume(chosen: argparse.Namespace) -> str | None:
@@ -244,6 +244,10 @@ def refuse_others(folder: str, args: argparse.Namespace, typed: set[str], saved:
     A run may become longer, if it then is the same as one that was longer from the start: by
     --rounds, or by UEFL's --iterations.
     """
+    # The run began with what the first node has for these names
+    meant = {"auto": saved["precision"], "tf32": {"float32": "float32"}.get(saved["precision"])}
+    args.precision = meant.get(args.precision) or args.precision
+    args.seed = list(dict.fromkeys(args.seed))
     longer = [flag for flag in MAY_GROW if flag in saved][-1:]
     for flag in sorted(typed - {*MAY_CHANGE}):
         now, then = getattr(args, flag), folder if flag == "out" else saved.get(flag)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
+from zipfile import ZipFile
 
 import numpy as np
 import torch
@@ -87,16 +88,23 @@ class Run:
         found, wrong = None, ""
         for file in (self.folder / name for name in CHECKPOINTS):
             try:
-                found = torch.load(file, weights_only=True, map_location=device)
+                if ZipFile(file).testzip():  # torch.load would read a flipped bit without a word
+                    raise UnpicklingError
+                found = dict(torch.load(file, weights_only=True, map_location=device))
                 break
             except FileNotFoundError:
                 continue
-            except Exception as e:  # torch raises many types for a file that is damaged
+            except Exception as e:  # there are many types for a file that is damaged
                 wrong = f"{file} cannot be read ({type(e).__name__}): start a new run"
         if found is None:
             if wrong:
                 raise UserError(wrong)
+            about = self.folder / "args.json"
+            if about.exists() and json.loads(about.read_text())["data"] != self.facts["data"]:
+                raise UserError(f"{self.folder} belongs to other data: use those")
             return None
+        if wrong and ranks.RANK == 0:
+            (self.folder / CHECKPOINTS[0]).unlink()  # or it would take the place of the good one
         for what, fact in self.facts.items():
             if found.get(what) != fact:
                 raise UserError(f"{file} belongs to other {what}: use those, or start a new run")
@@ -120,6 +128,7 @@ class Run:
         if ranks.RANK == 0:
             about = {
                 "flags": vars(self.args),
+                "data": self.facts["data"],
                 "classes": self.data.classes,
                 "shape": [*self.data.x.shape[1:]],
                 "python": sys.version.split()[0],
@@ -273,11 +282,15 @@ def write_args(folder: Path, about: dict, resume: bool) -> None:
     if resume:
         write_whole(folder / "args.json", text)
         return
+    part = folder / f"args.{os.getpid()}.part"
+    part.write_text(text)
     try:
-        with open(folder / "args.json", "x") as file:
-            file.write(text)
+        os.link(part, folder / "args.json")  # whole at once, unless there is one
     except FileExistsError:
         refuse(folder)
+    except OSError:  # a disk without links, such as one of Windows
+        part.replace(folder / "args.json")
+    part.unlink(missing_ok=True)
 
 
 def check_free(folder: Path) -> None:

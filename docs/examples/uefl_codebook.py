@@ -173,7 +173,9 @@ def local_training(model, x, y, may_use):
 def uncertainty(model, x, may_use, passes=20):
     """e_k of one client, from inputs without labels. The passes differ because dropout stays on."""
     model.eval()  # batch norm in training mode would depend on the batch, and change the model
-    model.classifier.train()
+    for layer in model.classifier.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.train()
     p = torch.stack([model(x, may_use)[0].softmax(1) for _ in range(passes)])
     return predictive_entropy(p).mean()
 
