@@ -90,6 +90,13 @@ def lines(label, seed, out, columns):
     return found
 
 
+def repeats(then, now):
+    """Whether these lines agree, but for columns that did not exist then."""
+    filled = sorted({i for line in then for i, cell in enumerate(line) if cell})
+    old, new = ([[line[i] for i in filled] for line in lines] for lines in (then, now))
+    return old == new
+
+
 def record(folder, name, seed):
     """Adds what is new of a finished experiment and its baselines to their CSV: all or nothing.
 
@@ -104,7 +111,7 @@ def record(folder, name, seed):
         label = name + one.name.removeprefix(seed)
         then, now = recorded(label, seed), lines(label, seed, one, columns)
         if then:
-            words.append("repeats" if then == [line[4:] for line in now] else "differs")
+            words.append("repeats" if repeats(then, [line[4:] for line in now]) else "differs")
         else:
             words.append("recorded")
             text += "".join(",".join(line) + "\n" for line in now)
