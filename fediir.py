@@ -138,8 +138,9 @@ def federate(args, clients, trainer, state):
         [gradients] = trainer.map(client_gradient, theta, selected, clients.train, t)  # [C, Q]
         g = gradients.mean(0)  # line 4
         global_gradient = args.ema * global_gradient + (1 - args.ema) * g  # line 4
-        options = {"global_gradient": global_gradient, "gamma": args.gamma}
-        theta_c, losses = trainer.train(client_update, theta, selected, t, **options)  # line 5
+        theta_c, losses = trainer.train(  # line 5
+            client_update, theta, selected, t, global_gradient=global_gradient, gamma=args.gamma
+        )
         deltas = theta_c - theta  # line 13, here on the server
         theta = theta + args.server_lr * deltas.mean(0)  # line 15: all clients count the same
         row = trainer.evaluate(theta, t, selected, losses) | {"gradient_spread": spread(gradients)}
