@@ -232,7 +232,7 @@ def similarity(run, cosines: Tensor) -> None:
     with drawn(run.folder / "similarity.png", 7.6, 4.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.6, 1], sharey=True)
         left.plot(others, ids, "|", color="0.85", ms=3)
-        largest = np.nanmax(others, axis=1)
+        largest = np.fmax.reduce(others, axis=1)  # NaN if there is no other client
         left.scatter(largest, ids, s=22, color=client_colours(run.clients), zorder=3)
         left.set(title=title, xlabel="cosine similarity", ylabel="client")
         times_selected(right, run)
