@@ -126,7 +126,8 @@ def find_images(folder: Path) -> list[tuple[str, str, Path]]:
     for path in folders:
         if path not in full:
             raise UserError(
-                f"{path} holds no images: add some, remove it, or give a folder without it"
+                f"{path} holds no images in folders of classes: add some, remove it, or give a "
+                "folder without it"
             )
     if others:
         kinds = few(sorted({path.suffix or path.name for path in others}))

@@ -185,7 +185,11 @@ def connect() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (open until the program ends)
     patience = timedelta(days=7)  # one client may train for hours
     try:
-        store = dist.FileStore(MEETING, COUNT) if MEETING else None
+        if MEETING:
+            store = dist.FileStore(MEETING, COUNT)
+        else:  # torchrun's, in which the addresses of ranks that it has restarted would still be
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
         dist.init_process_group("gloo", None, patience, COUNT, RANK, store)
     except (RuntimeError, ValueError) as e:
         raise UserError(
