@@ -189,7 +189,7 @@ def connect() -> None:
             store = dist.FileStore(MEETING, COUNT)
         else:  # torchrun's, in which the addresses of ranks that it has restarted would still be
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
+            store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", RANK, COUNT))[0])
         dist.init_process_group("gloo", None, patience, COUNT, RANK, store)
     except (RuntimeError, ValueError) as e:
         raise UserError(

@@ -266,13 +266,14 @@ def test_where_forks_are_not_safe_a_run_has_one_process(monkeypatch):
         ranks.how_many(2, "cpu", 9)
 
 
-def test_with_gpus_in_sight_the_ranks_of_a_run_on_the_cpu_meet_without_nccl(monkeypatch):
+def test_with_gpus_in_sight_the_ranks_of_a_run_on_the_cpu_meet_without_nccl(monkeypatch, tmp_path):
     backends = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
         ranks.dist, "init_process_group", lambda backend, *args, **more: backends.append(backend)
     )
     monkeypatch.setattr(ranks, "COUNT", 2)
+    monkeypatch.setattr(ranks, "MEETING", str(tmp_path / "meeting"))
     ranks.connect()
     pick_device("cpu")
     assert backends == ["gloo"]
