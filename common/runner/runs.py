@@ -286,11 +286,12 @@ def write_args(folder: Path, about: dict, resume: bool) -> None:
     part.write_text(text)
     try:
         os.link(part, folder / "args.json")  # whole at once, unless there is one
-    except FileExistsError:
-        refuse(folder)
-    except OSError:  # a disk without links, such as one of Windows
+    except OSError:  # there is one, or the disk has no links, as some of Windows
+        if (folder / "args.json").exists():
+            refuse(folder)
         part.replace(folder / "args.json")
-    part.unlink(missing_ok=True)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def check_free(folder: Path) -> None:
