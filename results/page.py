@@ -12,7 +12,7 @@ from scipy.stats import gmean, ttest_1samp
 from common.runner import plots
 from common.runner.measures import in_percent, span
 from common.runner.table import interval, pm, show, with_interval, without_empty_columns
-from results.tables import RESULTS, around, build, comparisons
+from results.tables import RESULTS, around, build, comparisons, read, series
 
 NONE = "\N{EN DASH}"
 
@@ -153,16 +153,68 @@ def draw(file, rows):
             by = f"{'ratio' if c.is_ratio else 'at the end'} {difference(c)}"
             title = f"{' against '.join(names)}\n{what}\n{by}"
             for k, of_seeds in enumerate(c.over_experiments(c.values)):
-                colour = plots.COLOURS[k]
-                axes.plot(c.rounds, of_seeds.T, color=colour, alpha=0.3, lw=0.6)
-                axes.plot(c.rounds, of_seeds.mean(0), plots.LINES[k], color=colour, label=names[k])
+                plots.mean_and_runs(axes, k, c.rounds, of_seeds, names[k])
                 if c.paper:
-                    axes.axhline(c.paper_means[k], color=colour, ls=":", lw=1)
+                    axes.axhline(c.paper_means[k], color=plots.COLOURS[k], ls=":", lw=1)
             if c.paper and (level := c.level()):
                 axes.axvline(level, color="0.5", lw=0.8)
             unit = "accuracy in percent" * in_percent(c.column)
             axes.set(title=title, xlabel="round", ylabel=unit)
             axes.legend(fontsize=8, frameon=True, framealpha=1, edgecolor="none")
+
+
+BOTH = {"id_accuracy": "ID accuracy", "ood_accuracy": "OOD accuracy"}
+RARE = {"ood_accuracy": "OOD accuracy", "rare_accuracy": "accuracy, rare classes"}
+TURNED = {"id_accuracy": "ID accuracy", "accuracies[3:5]": "accuracy, turned silos"}
+# The curves on the methods' pages: file -> columns with their names, label -> recorded example
+CURVES = {
+    "fedavg": (
+        BOTH,
+        {
+            "alpha 0.1": "fedavg/skew",
+            "alpha 1": "fedavg/skew-alpha-1",
+            "alpha 100": "fedavg/skew-alpha-100",
+        },
+    ),
+    "entropy_weighting_curves": (
+        BOTH,
+        {"entropy": "entropy/specialists", "equal": "entropy/specialists-equal"},
+    ),
+    "minimax_curves": (RARE, {"minimax": "minimax/rare", "random": "minimax/rare-random"}),
+    "hull_curves": (RARE, {"hull": "hull/rare", "random": "hull/rare-random"}),
+    "fediir": (
+        BOTH | {"neutral_accuracy": "colour-neutral accuracy"},
+        {
+            "FedIIR": "fediir/colours",
+            "FedAvg": "fediir/colours-fedavg",
+            "colour-blind FedAvg (grey images)": "fediir/grey",
+        },
+    ),
+    "uefl_curves": (
+        TURNED,
+        {
+            "UEFL": "uefl/turned",
+            "static": "uefl/turned-static",
+            "FedAvg": "uefl/turned-fedavg",
+        },
+    ),
+}
+
+
+def curves(name, runs):
+    """Draws a picture of CURVES, from runs: experiment -> seed -> run."""
+    columns, labels = CURVES[name]
+    found = []
+    for column, title in columns.items():
+        of_labels = {}
+        for label, experiment in labels.items():
+            of_runs = [series(run, column) for run in runs[f"examples/{experiment}"].values()]
+            values = np.array([[*of_run.values()] for of_run in of_runs])
+            of_labels[label] = ([*of_runs[0]], values)
+        found.append((column, title, of_labels))
+    classes = 2 if name == "fediir" else 10
+    ends = [6, 12] if name == "uefl_curves" else []
+    plots.panels(RESULTS / f"../docs/pictures/{name}.png", found, classes, ends)
 
 
 def main():
@@ -181,3 +233,6 @@ def main():
     draw(RESULTS / "wu.png", gains[:4])
     draw(RESULTS / "fediir.png", [gains[4], *(c for c in fediir if c.is_ratio)])
     draw(RESULTS / "uefl.png", [gains[5], *(c for c in uefl if "without" in c.label)])
+    runs = read(RESULTS / "examples.csv")
+    for name in CURVES:
+        curves(name, runs)

@@ -36,6 +36,7 @@ def rebuilt(tmp_path_factory):
         for module in (page, tables):
             patch.setattr(module, "RESULTS", folder / "results")
         patch.setattr(page, "draw", lambda *args: None)
+        patch.setattr(page, "curves", lambda *args: None)
         page.main()
     return folder
 

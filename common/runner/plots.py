@@ -49,39 +49,55 @@ def drawn(file: Path, width: float, height: float) -> Iterator[Figure]:
 
 
 def curves(file: Path, runs: Mapping[str, Sequence]) -> None:
-    """Columns of metrics.csv against rounds: each label's mean over its runs, and a band over all.
+    """Columns of metrics.csv against rounds, with a vertical line where UEFL's iterations end.
 
     runs  label -> its runs. With several test domains, each of these has a panel of its OOD
           accuracy, and nothing else is drawn
-
-    The dotted line is chance. A vertical line stands where an iteration of UEFL ends in the first
-    run.
     """
     ours = next(iter(runs.values()))
-    first, chance = ours[0].rows, 100 / len(ours[0].data.classes)
+    first = ours[0].rows
     domains = dict.fromkeys(run.args.test_domain for run in ours)
-    panels = [(c, "", domains) for c in shown("curves") if any(c in row for row in first)]
+    wanted = [(c, "", domains) for c in shown("curves") if any(c in row for row in first)]
     if len(domains) > 1:
-        panels = [("ood_accuracy", f", {domain}", [domain]) for domain in domains]
+        wanted = [("ood_accuracy", f", {domain}", [domain]) for domain in domains]
+    found = []
+    for column, domain, of_panel in wanted:
+        shown_runs = {
+            k: [r for r in rs if r.args.test_domain in of_panel] for k, rs in runs.items()
+        }
+        name = measure_of(column).title + domain
+        found.append((column, name, {k: series(rs, column) for k, rs in shown_runs.items()}))
     ends = [a["round"] for a, b in pairwise(first) if a.get("iteration") != b.get("iteration")]
-    with drawn(file, 2.6 * len(panels), 2.9) as figure:
-        all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axes, (column, domain, of_panel) in zip(all_axes, panels, strict=True):
-            name, unit, *_ = measure_of(column)
+    panels(file, found, len(ours[0].data.classes), ends)
+
+
+def panels(file: Path, found: Sequence[tuple], classes: int, ends: Sequence[int] = ()) -> None:
+    """Curves over the rounds: each label's mean, and a thin line for each run. Dotted is chance.
+
+    found  (column, its name, label -> (rounds, numbers [runs, rounds])) of each panel
+    ends   rounds with a vertical line
+    """
+    with drawn(file, 2.6 * len(found), 2.9) as figure:
+        all_axes = figure.subplots(1, len(found), squeeze=False)[0]
+        for axes, (column, name, of_labels) in zip(all_axes, found, strict=True):
             for end in ends:
                 axes.axvline(end, color="0.7", lw=0.8)
-            for i, (label, of_label) in enumerate(runs.items()):
-                at, values = series([r for r in of_label if r.args.test_domain in of_panel], column)
-                axes.plot(at, values.mean(0), LINES[i % 4], color=COLOURS[i], label=label)
-                low, high = values.min(0), values.max(0)
-                axes.fill_between(at, low, high, color=COLOURS[i], alpha=0.15, lw=0)
-            in_unit = f" ({unit})" if unit else ""
-            axes.set(title=name + domain + in_unit, xlabel="round", ylim=(0, None))
+            for i, (label, (at, values)) in enumerate(of_labels.items()):
+                mean_and_runs(axes, i, at, values, label)
+            unit = f" ({unit})" if (unit := measure_of(column).unit) else ""
+            axes.set(title=name + unit, xlabel="round", ylim=(0, None))
             if in_percent(column):
-                axes.axhline(chance, color="0.5", ls=":", lw=0.9, label="chance")
+                axes.axhline(100 / classes, color="0.5", ls=":", lw=0.9, label="chance")
                 axes.set(ylim=(0, 100))
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        legend_below(all_axes[0], len(runs) + 1)
+        legend_below(all_axes[0], len(of_labels) + 1)
+
+
+def mean_and_runs(axes: Axes, i: int, at: Sequence[int], values: np.ndarray, label: str) -> None:
+    """The i-th curve of a panel: the mean of values [runs, rounds], and a thin line for each."""
+    if len(values) > 1:
+        axes.plot(at, values.T, color=COLOURS[i], alpha=0.3, lw=0.6)
+    axes.plot(at, values.mean(0), LINES[i % 4], color=COLOURS[i], label=label, zorder=3)
 
 
 def legend_below(axes: Axes, columns: int) -> None:
@@ -129,7 +145,7 @@ def samples(file: Path, data: Dataset, title: str) -> None:
     title  of a row, in which {} is the domain's name
     """
     width, domains = data.x.shape[3], min(len(data.domains), 10)
-    with drawn(file, 7.5, 1.1 * domains) as figure:
+    with drawn(file, 7.5, 1.3 * domains) as figure:
         all_axes = figure.subplots(domains, 1, squeeze=False)[:, 0]
         for d, axes in enumerate(all_axes):
             positions = torch.nonzero(data.domain == d).flatten()  # folders are sorted by class
@@ -137,9 +153,19 @@ def samples(file: Path, data: Dataset, title: str) -> None:
             row = torch.cat([*data.x[positions]], dim=2)  # side by side
             axes.imshow(row.permute(1, 2, 0).numpy(), cmap="gray")
             middles = width * (np.arange(10) + 0.5)
-            axes.set_xticks(middles, [data.classes[c] for c in data.y[positions]], fontsize=7)
+            names = [
+                data.classes[c] + only_colour(x)
+                for x, c in zip(data.x[positions], data.y[positions], strict=True)
+            ]
+            axes.set_xticks(middles, names, fontsize=7)
             axes.set(title=title.format(data.domains[d]), yticks=[])
             axes.spines[:].set_visible(False)
+
+
+def only_colour(image: Tensor) -> str:
+    """ ", red" if an image [3, H, W] has no other, for those who cannot tell it from green."""
+    lit = [name for name, x in zip(("red", "green", "blue"), image, strict=False) if x.any()]
+    return f"\n{lit[0]}" if len(image) == 3 and len(lit) == 1 else ""
 
 
 def heat(axes: Axes, values: Tensor, label: str) -> None:
