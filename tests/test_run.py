@@ -6,6 +6,7 @@ import runpy
 import shutil
 import signal
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -635,3 +636,33 @@ def test_a_run_without_a_checkpoint_does_not_go_on_with_other_data(start, whole,
     (folder / "args.json").write_text(json.dumps(about | {"data": about["data"] + 1}))
     code, lines = launched(fedavg, "--resume whole", start)
     assert code == 2 and "belongs to other data" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "flags", "shorter"),
+    [
+        (20, "--dataset mnist", None),
+        (7200, "--dataset mnist", "; --small takes minutes"),
+        (7200, "--dataset mnist --small", ""),
+        (7200, "--dataset glyphs", ""),  # for which --small is refused
+    ],
+)
+def test_a_run_of_hours_says_once_how_long_it_takes(
+    start, monkeypatch, capsys, seconds, flags, shorter
+):
+    """Because the clock is ahead by two hours, the first step of four rounds seems to take them."""
+    first, really = {}, runs.Run.progress
+
+    def progress(self, t, share):
+        really(self, t, share)
+        first.setdefault("done", self.bar.n)
+
+    def clock():
+        return time.time() + seconds
+
+    monkeypatch.setattr(runs.Run, "progress", progress)
+    monkeypatch.setattr(runs, "time", SimpleNamespace(time=clock, monotonic=time.monotonic))
+    start(fedavg, f"--no-compare {flags} {WU}")
+    said = re.findall(r"about (\d+) more hours at this pace(.*)", capsys.readouterr().err)
+    hours = seconds / 3600 * (4 - first["done"]) / first["done"]
+    assert said == ([] if shorter is None else [(f"{hours:.0f}", shorter)])

@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import UserError, first_line, ranks, train
-from common.data import Dataset
+from common.data import DRAWN, Dataset
 from common.runner import plots
 from common.runner.measures import MEASURES
 from common.splits import Clients
@@ -152,7 +152,8 @@ class Run:
         if done > 0 and elapsed > 30:
             self.told, hours = True, elapsed / done * (self.bar.total - self.bar.n) / 3600
             if hours > 1:
-                shorter = "" if self.args.small else "; --small takes minutes"
+                is_short = self.args.small or self.args.dataset in DRAWN
+                shorter = "" if is_short else "; --small takes minutes"
                 text = f"{self.args.name}: about {hours:.0f} more hours at this pace{shorter}"
                 tqdm.write(text, file=sys.stderr)
 
