@@ -58,7 +58,7 @@ def principal_components(g: Tensor, dim: int, scale: bool = False) -> Tensor:
 
     In M - 1 or more dimensions normally all M points are vertices, and quickhull cannot run in a
     million dimensions anyway. So we project, which decides who is a vertex. Section IV-B2 speaks of
-    the stored gradients, section V of "cosine similarity to construct the convex hull".
+    the stored gradients, section V of "cosine similarity to construct the convex hull" (NICO).
 
     Fewer columns are returned if the rows span fewer dimensions. Components with very small
     variance count as rounding errors.

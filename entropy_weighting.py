@@ -4,9 +4,9 @@ Wu et al., Advocating for the Silent: Enhancing Federated Generalization for Non
 Clients (arXiv 2310.07171), section IV-A (maximum entropy aggregation). A client's weight grows with
 the entropy of its labels, because by theorem 1 a larger sum of alpha_i H_i lowers a bound on the
 gap between the empirical risk and a risk in which rare samples count more. In the arXiv version
-both are risks on participating clients, and the paper hopes that this helps those that never train,
-too. It gives no listing for this method, so the numbers of the lines are ours, and lines 4 and 5
-are those of its Algorithm 2. p_i(y) is the share of label y, and M clients participate.
+both are risks on participating clients, and remark 1 concludes that this helps unknown ones, too.
+It gives no listing for this method, so the numbers of the lines are ours, and lines 4 and 5 are its
+Algorithm 2's lines 5 to 7 and 9. p_i(y) is the share of label y, and M clients participate.
 
     Section IV-A
      1  H_i = -sum_y p_i(y) log p_i(y) from the labels of client i
@@ -16,7 +16,7 @@ are those of its Algorithm 2. p_i(y) is the share of label y, and M clients part
      5  w <- w - sum over the selected clients of alpha_i g_i, with the alpha_i divided by their sum
      6  the objective that this raises: the sum of alpha_i H_i  (13), here over the selected clients
 
-Not here: other authors' detection of noisy clients, encrypted uploads of H_i, and the methods
+Not here: other authors' remedies for noisy clients, encrypted uploads of H_i, and the methods
 FedALRC and FedGAMMA of figures 8 and 9. docs/variations/ has the paper's remedies for noisy clients
 (figure 7).
 

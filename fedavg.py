@@ -45,8 +45,8 @@ def power_of_choice(losses: Tensor, k: int) -> Tensor:
 def select(args, clients, trainer, w: Tensor, t: int) -> Tensor:
     """The clients that train in round t (line 3): int64 [K], ascending.
 
-    Wu et al. compare with two more selections: all M participating clients (--sample M), and power
-    of choice. They describe this as "the largest loss values in the current round", so we rank all
+    Two of Wu et al.'s further baselines: all M participating clients (--sample M), and power of
+    choice. They describe this as "the largest loss values in the current round", so we rank all
     participating clients by their mean loss on their training samples. Cho et al. 2020, who
     invented it, rank a random subset.
 

@@ -69,7 +69,7 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
 
     g        the clients' updates [M, P]: weights before training minus weights after it, so do not
              pass weights, and leave out the statistics of batch norm, which would outweigh the rest
-    largest  takes the largest S*_i instead, which is MaxSim
+    largest  takes the largest S*_i instead, our reading of MaxSim ("most similar local gradients")
 
     Algorithm 1, lines 6 to 16, differs in two ways. Its loop `while |I| <= K` ends with K + 1
     clients. And it keeps the values S*_i as a set, in which two clients that share one, being each

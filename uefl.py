@@ -3,7 +3,7 @@
 Zhang, Cao and Liu, Uncertainty-Based Extensible Codebook for Discrete Federated Learning in
 Heterogeneous Data Silos (arXiv 2402.18888). An encoder f_E turns an image into tokens z, f_D
 replaces each token by the nearest codeword c of a codebook, and a classifier f_C reads c. A silo is
-a client, and sg(a) means that no gradient flows through a. docs/uefl.md lists all choices of ours.
+a client, and sg(a) means that no gradient flows through a. Choices of ours stand at their lines.
 
     Algorithm 1, its statements, without the ends of branches and loops
      1  sample K data silos as clients
@@ -32,7 +32,7 @@ a client, and sg(a) means that no gradient flows through a. docs/uefl.md lists a
     python uefl.py --dataset mnist --silos 3 1 1                   (table 13; MNIST is our reading)
     python uefl.py --dataset cifar10 --pretrained                                       (table 1)
     python uefl.py --dataset fmnist --partition dirichlet --clients 10 --participating 10
-                                                                                       (table 12)
+                                                                  (table 12; ten clients are ours)
     python uefl.py --dataset mnist --test-domain 75 --rotate 0 15 30 45 60 75 \\
         --model resnet18 --pretrained                                                   (table 2)
 
@@ -131,8 +131,8 @@ class ExtensibleCodebook(nn.Module):
             distances = torch.cdist(z, self.codewords[usable], compute_mode=exact)
             indices = usable[distances.argmin(1)]  # line 13, equation 4
             c = self.codewords[indices]
-            # As in the authors' code, both terms are means and have a weight; the paper's are sums,
-            # and only beta is a weight
+            # Both are means, and the first has a weight of 0.25, as in the authors' code. The paper
+            # has sums, and beta, without a value, for the second
             loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
             loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
             # As in VQ-VAE, the task's gradient for c goes to z; codewords learn from L_code alone
@@ -197,7 +197,10 @@ def predictive_entropy(probabilities: Tensor) -> Tensor:
 
 
 def uncertain(entropies: Tensor, gamma: float) -> Tensor:
-    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K]."""
+    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K].
+
+    Section 3.4 also tried the mean in place of the smallest.
+    """
     return entropies > (1 + gamma) * entropies.min()  # lines 8, 24
 
 
@@ -205,11 +208,11 @@ def uncertain(entropies: Tensor, gamma: float) -> Tensor:
 def client_evaluation(model, batches, passes, may_use=None):
     """Line 22 for one client: its uncertainty e_k, perplexity, L_code, and confusion [C, C].
 
-    e_k is the mean entropy of the held-out samples, which is our choice, and needs no labels. The
+    e_k is the mean entropy of the held-out samples, as in the authors' code, without labels. The
     confusion is that of the mean probabilities of the same T passes with dropout, while the other
     methods' files switch dropout off. Only the classifier has dropout, so encoder and codebook run
-    once for all passes. The paper does not define perplexity: ours is exp(entropy) of how often a
-    codeword is used.
+    once for all passes. The paper does not define perplexity: as in the authors' code, it is
+    exp(entropy) of how often a codeword is used.
     """
     model.classifier.train()  # so that dropout stays on
     entropies, code_losses, indices, answers = [], [], [], 0
@@ -351,7 +354,7 @@ def build_model(args, shape, classes):
 PAPER = dict(
     partition="silos", rotate=[0, -50, 120], silos=[3, 3, 3],  # section 4
     codebook_size=64, gamma=0.1,  # section 4
-    rounds=40,  # appendix H
+    rounds=40,  # appendix H, for CIFAR-10; the authors' README has 20 or 30
     later_rounds=20,  # section 4
     model="resblocks",  # section 4
     # The authors' code; the paper names local epochs only in appendix F: 5, in 44 rounds without

@@ -122,7 +122,7 @@ def _convnet(*channels: int) -> nn.Sequential:
 
 
 def _resblocks(*channels: int) -> nn.Sequential:
-    """Zhang et al.'s encoder for grey images: 3x3 convolutions, residual blocks and 2x2 pooling."""
+    """Zhang et al.'s encoder for grey images: residual blocks, with the pooling of their code."""
     layers = []
     for before, after in pairwise(channels):
         layers += [nn.Conv2d(before, after, 3, padding=1), ResidualBlock(after), nn.MaxPool2d(2)]

@@ -64,7 +64,7 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
 
     g        the clients' updates [M, P]: weights before training minus weights after it, so do not
              pass weights, and leave out the statistics of batch norm, which would outweigh the rest
-    largest  takes the largest S*_i instead, which is MaxSim
+    largest  takes the largest S*_i instead, our reading of MaxSim ("most similar local gradients")
 
     Algorithm 1, lines 6 to 16, differs in two ways. Its loop `while |I| <= K` ends with K + 1
     clients. And it keeps the values S*_i as a set, in which two clients that share one, being each
@@ -89,7 +89,7 @@ def principal_components(g: Tensor, dim: int, scale: bool = False) -> Tensor:
 
     In M - 1 or more dimensions normally all M points are vertices, and quickhull cannot run in a
     million dimensions anyway. So we project, which decides who is a vertex. Section IV-B2 speaks of
-    the stored gradients, section V of "cosine similarity to construct the convex hull".
+    the stored gradients, section V of "cosine similarity to construct the convex hull" (NICO).
 
     Fewer columns are returned if the rows span fewer dimensions. Components with very small
     variance count as rounding errors.

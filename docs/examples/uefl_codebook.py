@@ -61,8 +61,8 @@ class ExtensibleCodebook(nn.Module):
             distances = torch.cdist(z, self.codewords[usable], compute_mode=exact)
             indices = usable[distances.argmin(1)]  # line 13, equation 4
             c = self.codewords[indices]
-            # As in the authors' code, both terms are means and have a weight; the paper's are sums,
-            # and only beta is a weight
+            # Both are means, and the first has a weight of 0.25, as in the authors' code. The paper
+            # has sums, and beta, without a value, for the second
             loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
             loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
             # As in VQ-VAE, the task's gradient for c goes to z; codewords learn from L_code alone
@@ -94,7 +94,10 @@ def predictive_entropy(probabilities: Tensor) -> Tensor:
 
 
 def uncertain(entropies: Tensor, gamma: float) -> Tensor:
-    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K]."""
+    """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K].
+
+    Section 3.4 also tried the mean in place of the smallest.
+    """
     return entropies > (1 + gamma) * entropies.min()  # lines 8, 24
 
 
