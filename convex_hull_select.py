@@ -114,7 +114,9 @@ def select(args, clients, table: Tensor, t: int) -> Tensor:
     inside = clients.ids[~torch.isin(clients.ids, vertices)]
     possible = {"hull": vertices, "interior": inside, "random": clients.ids}[args.selection]
     if not len(possible):
-        raise UserError(f"round {t}: no client lies inside the hull; lower --hull-dim")
+        raise UserError(
+            f"round {t}: no client lies inside the hull: lower --hull-dim or raise --participating"
+        )
     count = min(args.sample or len(vertices), len(vertices), len(possible))
     return splits.draw(possible, count, random_at(args.seed, "select", t))
 

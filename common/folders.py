@@ -86,10 +86,11 @@ def image_folder(folder: Path, image_size: int) -> dict:
     x, places = decode(files, image_size), defaultdict(set)
     for pixels, part in zip(x, part_of, strict=True):
         places[hash(pixels.numpy().tobytes())].add(part)
-    twice = sum(len(found) > 1 for found in places.values())
-    if twice:
+    copies = len(files) - len(places)
+    if copies:
+        twice = sum(len(found) > 1 for found in places.values())
         both = "two domains" if domains else "the training and in the test set"
-        say(f"{folder}: {twice} images are in {both}")
+        say(f"{folder}: {copies} images are copies of others, and {twice} images are in {both}")
     y = torch.tensor([classes.index(name) for name in class_of])
     pool = torch.arange(len(files))
     domain = torch.tensor([parts.index(part) for part in part_of]) if domains else None
@@ -126,8 +127,8 @@ def find_images(folder: Path) -> list[tuple[str, str, Path]]:
     for path in folders:
         if path not in full:
             raise UserError(
-                f"{path} holds no images in folders of classes: add some, remove it, or give a "
-                "folder without it"
+                f"{path} holds no images ({' '.join(ENDINGS)}) in folders of classes: add some, "
+                "remove it, or give a folder without it"
             )
     if others:
         kinds = few(sorted({path.suffix or path.name for path in others}))
@@ -137,10 +138,15 @@ def find_images(folder: Path) -> list[tuple[str, str, Path]]:
     for home in homes:
         tops[home.relative_to(outer).parts[0]].append(home)
     stepped = {outer} - {folder}
+    named = {}  # train, test or val -> the folder that is called so
     for top, inside in tops.items():
-        inner = shared_parent(inside)
+        inner, part = shared_parent(inside), split_name(top)
+        if part and named.setdefault(part, top) != top and inner != outer:
+            raise UserError(
+                f"{folder}: {named[part]} and {top} would both be {part}/: move one of them away"
+            )
         stepped |= {inner} - {outer, outer / top}
-        above = () if inner == outer else (split_name(top) or top,)
+        above = () if inner == outer else (part or top,)
         places |= {home: (*above, *home.relative_to(inner).parts) for home in inside}
     if stepped:
         say(f"{folder}: stepped into {few(sorted(stepped))}")
@@ -152,8 +158,8 @@ def find_images(folder: Path) -> list[tuple[str, str, Path]]:
         )
     if len(places[deep]) > 2:
         raise UserError(
-            f"{deep} is too deep for CLASS/, DOMAIN/CLASS/ or train/CLASS/ and test/CLASS/: "
-            f"give {deep.parents[1]}, or move the folders up"
+            f"{deep} is too deep for CLASS/, DOMAIN/CLASS/ or train/CLASS/ and test/CLASS/: if "
+            f"{deep.name} is a class, give {deep.parents[1]}, and else sort the images by class"
         )
     return [("/".join(places[h][:-1]), places[h][-1], path) for h in homes for path in homes[h]]
 
@@ -181,7 +187,7 @@ def check_names(folder: Path, names: Sequence[str]) -> None:
         looks = re.sub(r"(?<=\w)[ _-]+", " ", visible).strip()
         other = seen.setdefault(looks, name)
         if other != name:
-            raise UserError(f"{folder}: {other!a} and {name!a} look the same: give both one name")
+            raise UserError(f"{folder}: {other!a} and {name!a} look the same: rename one")
 
 
 def few(names: Sequence) -> str:
@@ -196,7 +202,11 @@ def say(text: str) -> None:
 
 def decode(files: Sequence[str | Path], image_size: int) -> Tensor:
     """The images as uint8 [N, 3, image_size, image_size], decoded in parallel."""
-    x, bad = torch.empty(len(files), 3, image_size, image_size, dtype=torch.uint8), []
+    try:
+        x = torch.empty(len(files), 3, image_size, image_size, dtype=torch.uint8)
+    except RuntimeError as e:
+        raise UserError(f"{len(files)} images do not fit into memory: lower --image-size") from e
+    bad = []
     odd = defaultdict(list)  # what may be a mistake -> files
 
     def decode_one(i):

@@ -166,7 +166,10 @@ def of_classes(labels: Tensor, wanted: list[list[int]], size: int, rng: Generato
         left = mixed[owner[mixed] == -1]
         mine = left[torch.isin(labels[left], torch.tensor(wanted[k]))][:size]
         if len(mine) < size:
-            raise UserError(f"too few samples of the classes {wanted[k]}: raise --clients")
+            raise UserError(
+                f"too few samples of the classes {wanted[k]}: raise --clients, or choose another "
+                "--partition"
+            )
         owner[mine] = k
     return [mixed[owner[mixed] == k] for k in range(len(wanted))]
 
@@ -369,10 +372,13 @@ def make_clients(
         parts = divide(data, pool, partition, clients, alpha, seed)
         train, test = hold_out(parts, share, random_at(seed, "held out"))
     smallest = min(len(a) + len(b) for a, b in zip(train, test, strict=True))
-    tested = all(map(len, test)) or (share == 0 and len(ood))
-    if smallest < MIN_SIZE or not tested:
-        wrong = f"a client would have {smallest} samples, and needs {MIN_SIZE}, some for testing"
-        raise UserError(f"{wrong}: lower --clients or --silos, or add samples")
+    if smallest < MIN_SIZE:
+        raise UserError(
+            f"a client would have {smallest} samples, and needs {MIN_SIZE}: lower --clients or "
+            "--silos, raise --silo-size, or add samples"
+        )
+    if not all(map(len, test)) and (share or not len(ood)):
+        raise UserError("a client would have nothing to test on: raise --held-out or --silo-size")
     groups = [group(data, samples, partition) for samples in train]
     m, k = participation(partition, len(train), len(set(groups)), participating, per_round)
     chosen = draw(torch.arange(len(train)), m, random_at(seed, "participate")).tolist()

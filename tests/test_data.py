@@ -224,9 +224,15 @@ def test_a_layout_is_understood(tmp_path, capsys, folders, classes, domains, tra
         ("trainA, trainB, testA, testB", "testA would be a class"),
         (
             "raw/a/cat, raw/a/dog, raw/b/cat, old/a/cat, old/b/cat",
-            "too deep .* give .*pets/(raw|old),",
+            "too deep .* if (cat|dog) is a class, give .*pets/(raw|old),",
         ),
-        ("a/train/x, a/train/y, a/test/x, b/train/x, b/test/x", "too deep .* give .*pets/[ab],"),
+        (
+            "a/train/x, a/train/y, a/test/x, b/train/x, b/test/x",
+            "too deep .* if [xy] is a class, give .*pets/[ab],",
+        ),
+        ("cat/a/train, cat/b/test, dog/a/train, dog/b/test", "if t.* is a class, .* else sort"),
+        ("train/cat, test/cat, TEST_SIMPLE/cat", "TEST_SIMPLE and test would both be test/"),
+        ("train_images/cat, train_masks/cat", "would both be train/: move one of them away"),
         ("train/cat, train/dog, test", "pets/test and .*train/.* at different depths"),
         ("cat, dog, dog/small", "pets/cat and .*dog/small hold images at different depths"),
         ("a/cat, b/Cat", "'Cat' and 'cat' look the same"),
@@ -259,11 +265,18 @@ def test_images_that_are_in_two_places_are_counted(tmp_path, capsys):
     shutil.copytree(tmp_path / "a/train/cat", tmp_path / "a/test/cat")
     shutil.copytree(tmp_path / "b/train/dog", tmp_path / "a/test/dog")
     image_folder(tmp_path / "a", 8)
-    assert "10 images are in the training and in the test set" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "10 images are copies of others, and 10 images are in the training and" in said
     shutil.copy(tmp_path / "a/train/cat/0.png", tmp_path / "b/train/dog/again.png")
     shutil.rmtree(tmp_path / "a/test")
     image_folder(tmp_path, 8)
-    assert "1 images are in two domains" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "1 images are copies of others, and 1 images are in two domains" in said
+    (tmp_path / "b/train/dog/again.png").rename(tmp_path / "a/train/dog/again.png")
+    image_folder(tmp_path, 8)  # with another label in the same domain
+    assert "1 images are copies of others, and 0 images" in capsys.readouterr().err
+    with pytest.raises(UserError, match="do not fit into memory: lower --image-size"):
+        image_folder(tmp_path, 10**7)
 
 
 def test_a_folder_that_has_changed_is_read_again(pets):

@@ -124,6 +124,15 @@ def test_what_a_fair_comparison_shares_is_named_if_it_differs(tmp_path, printed)
     assert "Not the same" not in printed("a", "c")
 
 
+def test_images_that_changed_between_two_runs_are_named(tmp_path, printed):
+    for name, images in (("a", 1), ("b", 1), ("c", 2)):
+        file = make_run(tmp_path / name, [0.5] * 20, name=name) / "args.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"data": images}))
+    assert "Not the same" not in printed("a", "b")
+    said = "Not the same in all rows: the images (seed 0), which have changed\n"
+    assert printed("a", "c").endswith(said)
+
+
 @pytest.mark.parametrize(("rounds", "beside"), [(19, True), (20, False)])
 def test_the_last_round_stands_beside_a_mean_over_much_of_a_run(tmp_path, printed, rounds, beside):
     """The last five of 20 rounds are a quarter of them."""

@@ -15,7 +15,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import draw_images, kept, outcome, parse, parsed, poison, prepared, read_rows
+from helpers import (
+    draw_images,
+    kept,
+    make_tiny,
+    outcome,
+    parse,
+    parsed,
+    poison,
+    prepared,
+    read_rows,
+)
 from matplotlib.figure import Figure
 from scipy.stats import ttest_rel
 
@@ -250,7 +260,6 @@ MISTAKES = [
     (fedavg, "--image-size 32", "--image-size is for folders of images; glyphs has its own size"),
     (fedavg, "--resume", "--out, which is missing"),
     (fediir, "--test-domain mono --dataset glyphs --model resblocks", "has batch norm"),
-    (uefl, "--sample 3", "in UEFL all clients train"),
     (fedavg, "--rotate left", "--rotate: invalid number value: 'left'"),
     (uefl, "--partition domain --rotate 0 360", "name each angle once"),
     (fedavg, "--clients 40 --participating 50", "--participating 50 is more than the 40 clients"),
@@ -350,6 +359,17 @@ def test_a_full_disk_does_not_empty_the_flags_of_a_comparison(start, monkeypatch
         with pytest.raises(OSError, match="No space"):
             start(fedavg, "--resume run")
     assert (folder / "args.json").read_text() == before
+
+
+def test_a_test_domain_that_leaves_too_little_is_found_before_the_first_run(start, monkeypatch):
+    def load(*args):
+        tiny = make_tiny()
+        return replace(tiny, domains=["few", "most"], domain=(torch.arange(len(tiny.y)) > 5).long())
+
+    monkeypatch.setattr(common.data, "load", load)
+    with pytest.raises(UserError, match="samples"):
+        start(fedavg, CUTS[fedavg] + "--partition iid --test-domain all")
+    assert not Path("run").exists()
 
 
 def test_domains_whose_names_end_like_a_baseline_have_folders_of_their_own(start, monkeypatch):

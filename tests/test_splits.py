@@ -188,7 +188,7 @@ def test_with_nothing_held_out_clients_train_on_all_their_samples(tiny):
     assert all_once(clients.train, tiny.train) and not len(clients.held_out)
     some = make_clients(tiny, 0, "iid", clients=4, held_out=0.3)
     assert [len(samples) for samples in some.test] == [9] * 4
-    with pytest.raises(UserError, match="some for testing"):
+    with pytest.raises(UserError, match="nothing to test on: raise --held-out"):
         make_clients(replace(tiny, test=tiny.test[:0]), 0, "domain", clients=4, held_out=0)
 
 

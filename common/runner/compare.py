@@ -48,7 +48,8 @@ def run(
         if args.compare and any(getattr(args, flag) != value for flag, value in flags.items()):
             changes[name] = flags
     plans = plans_of(args)
-    _, clients, _ = assemble(plans[0], build)  # finds mistakes before anything is written
+    for plan in {plan.test_domain: plan for plan in plans[::-1]}.values():
+        _, clients, _ = assemble(plan, build)  # finds mistakes before anything is written
     if ranks.RANK == 0 and not args.resume:
         for name in changes if len(plans) == 1 else [label]:
             check_free(folder_of(args.out, name, label))

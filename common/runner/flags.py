@@ -102,7 +102,7 @@ def add_shared_flags(parser: Parser, example: str) -> None:
 
     add = parser.add_argument_group("model and training").add_argument
     add("--model", choices=models.NAMES, default="cnn", help="see common/models.py")
-    add("--width", type=positive, default=1.0,
+    add("--width", type=within(float, 1e-3, 32), default=1.0,
         help="multiplies the channels of cnn, convnet and resblocks")
     add("--pretrained", nargs="?", const="imagenet", metavar="FILE",
         help="start from ImageNet weights, downloaded or from FILE (resnet18, resnet50, vgg16)")

@@ -25,8 +25,9 @@ NOT_COMPARED = [
 ]  # fmt: skip
 SHOULD_AGREE = [
     "dataset", "image_size", "rotate", "partition", "dirichlet", "silos", "silo_size", "clients",
-    "participating", "sample", "held_out", "model", "width", "pretrained", "rounds", "local_epochs",
-    "batch_size", "lr", "lr_decay", "optimizer", "momentum", "weight_decay", "precision",
+    "participating", "sample", "held_out", "model", "width", "pretrained", "rounds",
+    "evaluate_every", "local_epochs", "batch_size", "lr", "lr_decay", "optimizer", "momentum",
+    "weight_decay", "precision",
 ]  # fmt: skip
 Row = Mapping[tuple, object]  # (seed, test domain) -> run
 
@@ -34,7 +35,8 @@ Row = Mapping[tuple, object]  # (seed, test domain) -> run
 def read(folder: Path) -> Namespace:
     """The run in this folder. Raises UserError if there is none, or if it is damaged."""
     try:
-        args = Namespace(**json.loads((folder / "args.json").read_text())["flags"])
+        about = json.loads((folder / "args.json").read_text())
+        args = Namespace(**about["flags"])
         args.name, args.method, args.seed = str(args.name), str(args.method), int(args.seed)
         with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
             rows = [
@@ -44,7 +46,7 @@ def read(folder: Path) -> Namespace:
             ]
     except Exception as e:  # a damaged file can raise any type
         raise UserError(f"{folder} is not the folder of a run ({first_line(e)})") from e
-    return Namespace(args=args, rows=rows, folder=folder)
+    return Namespace(args=args, rows=rows, folder=folder, images=about.get("data"))
 
 
 def group(runs: Iterable) -> tuple[dict[str, Row], list[Path]]:
@@ -199,6 +201,9 @@ def unlike(rows: Mapping[str, Row]) -> str:
         if len(labels) > 1:
             texts = [f"{text} ({', '.join(of_text)})" for text, of_text in labels.items()]
             found.append(f"{flag} {', '.join(texts)}")
+    for at in set.intersection(*map(set, rows.values())):
+        if len({getattr(row[at], "images", None) for row in rows.values()}) > 1:
+            found.append(f"the images (seed {at[0]}), which have changed")
     return "; ".join(found)
 
 
