@@ -62,11 +62,11 @@ def curves(file: Path, runs: Mapping[str, Sequence]) -> None:
         wanted = [("ood_accuracy", f", {domain}", [domain]) for domain in domains]
     found = []
     for column, domain, of_panel in wanted:
-        shown_runs = {
-            k: [r for r in rs if r.args.test_domain in of_panel] for k, rs in runs.items()
-        }
-        name = measure_of(column).title + domain
-        found.append((column, name, {k: series(rs, column) for k, rs in shown_runs.items()}))
+        of_labels = {}
+        for label, of_label in runs.items():
+            mine = [run for run in of_label if run.args.test_domain in of_panel]
+            of_labels[label] = series(mine, column)
+        found.append((column, measure_of(column).title + domain, of_labels))
     ends = [a["round"] for a, b in pairwise(first) if a.get("iteration") != b.get("iteration")]
     panels(file, found, len(ours[0].data.classes), ends)
 
