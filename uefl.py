@@ -191,7 +191,7 @@ def predictive_entropy(probabilities: Tensor) -> Tensor:
     The paper's line 22 lacks the minus sign. Raises ValueError if a row is no distribution.
     """
     p = probabilities
-    if p.dim() != 3 or (p < 0).any() or ((p.sum(-1) - 1).abs() > 0.01).any():
+    if p.dim() != 3 or not ((p >= 0).all() and ((p.sum(-1) - 1).abs() <= 0.01).all()):  # or NaN
         raise ValueError("probabilities must be [passes, samples, classes], and each row sum to 1")
     return torch.special.entr(p.mean(0)).sum(-1)  # line 22
 

@@ -236,7 +236,8 @@ def pixels(file: str | Path, image_size: int, odd: dict[str, list]) -> Tensor:
     Adds the file to the lists in `odd` that are named after what may be wrong with it.
     """
     with Image.open(file) as image:
-        if image.mode.startswith(("I", "F")) or DEEP.search(str(image.tile)):
+        bits = image.tag_v2.get(258, (1,)) if image.format == "TIFF" else (1,)  # BitsPerSample
+        if max(bits) > 8 or image.mode.startswith(("I", "F")) or DEEP.search(str(image.tile)):
             raise ValueError("more than 8 bits per channel, on an unknown scale")
         if getattr(image, "is_animated", False) and image.format != "MPO":  # a camera's is no film
             odd["with several frames, of which the first counts"].append(file)

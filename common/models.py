@@ -82,7 +82,8 @@ def build(
             example = features.eval()(torch.zeros(1, *shape))
     except RuntimeError as e:
         raise UserError(
-            f"--model {name} does not take images of shape {shape} ({first_line(e)})"
+            f"--model {name} does not take images of shape {shape} ({first_line(e)}): take another "
+            "model, or larger images"
         ) from e
     if name == "convnet":
         layers = [nn.Linear(example.numel(), classes)]

@@ -185,7 +185,11 @@ def test_the_plain_loop_and_the_codebook_example_leave_out_a_client_that_returns
     clients[1][0].fill_(torch.nan)
     plain, book = loop.new_model(), with_batch_norm(uefl)
     loop.federate(plain, clients, lambda table: torch.tensor([1, 4]), rounds=2)
-    uefl.federate(book, clients[:3], iterations=1, rounds=2, gamma=0, v=2)
+    v = len(book.codebook.codewords)
+    may_use, _ = uefl.federate(book, clients[:3], iterations=2, rounds=2, gamma=0, v=2)
+    assert sorted(may_use.sum(1).tolist()) == [v, v, v + 2] and may_use[1].sum() == v, (
+        "one of the others"
+    )
     for model in (plain, book):
         assert all(value.isfinite().all() for value in model.state_dict().values())
 

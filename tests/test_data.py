@@ -425,19 +425,26 @@ def png_of_16_bits(kind, channels):
     return data
 
 
-def tiff_of_16_bits(order):
-    """RGB, without compression."""
-    start = 8 + 2 + 12 * 9 + 4
-    fields = [(256, 4, 4), (257, 4, 4), (258, 3, start), (259, 3, 1), (262, 3, 2)]
-    fields += [(273, 4, start + 6), (277, 3, 3), (278, 4, 4), (279, 4, 96)]
+def tiff_of_16_bits(order, planes=1):
+    """RGB of 4 x 4 pixels, without compression; with three planes, each colour is a strip."""
+    n, size = 10, 96 // planes
+    bits = 8 + 2 + 12 * n + 4  # where that field has its numbers, and then the other two
+    offsets, counts = bits + 6, bits + 6 + 4 * planes
+    first = counts + 4 * planes
+    at, of = (first, size) if planes == 1 else (offsets, counts)
+    fields = [(256, 4, 1, 4), (257, 4, 1, 4), (258, 3, 3, bits), (259, 3, 1, 1), (262, 3, 1, 2)]
+    fields += [(273, 4, planes, at), (277, 3, 1, 3), (278, 4, 1, 4), (279, 4, planes, of)]
+    fields += [(284, 3, 1, 1 if planes == 1 else 2)]
     data = b"II*\0" if order == "<" else b"MM\0*"
-    data += struct.pack(f"{order}IH", 8, len(fields))
-    for tag, kind, value in fields:
-        data += struct.pack(f"{order}HHI", tag, kind, 3 if tag == 258 else 1)
-        data += struct.pack(f"{order}HH" if kind == 3 and tag != 258 else f"{order}I", *(
-            (value, 0) if kind == 3 and tag != 258 else (value,)
-        ))  # fmt: skip
-    return data + struct.pack(f"{order}I3H", 0, 16, 16, 16) + bytes(range(96))
+    data += struct.pack(f"{order}IH", 8, n)
+    for tag, kind, count, value in fields:
+        numbers = (value, 0) if kind == 3 and count == 1 else (value,)
+        data += struct.pack(
+            f"{order}HHI" + "HI"[len(numbers) == 1] * len(numbers), tag, kind, count, *numbers
+        )
+    data += struct.pack(f"{order}I3H", 0, 16, 16, 16)
+    data += struct.pack(f"{order}{planes}I", *range(first, first + 96, size))
+    return data + struct.pack(f"{order}{planes}I", *[size] * planes) + bytes(range(96))
 
 
 @pytest.mark.parametrize(
@@ -449,6 +456,7 @@ def tiff_of_16_bits(order):
         ("png", png_of_16_bits(6, 4)),
         ("tif", tiff_of_16_bits("<")),
         ("tif", tiff_of_16_bits(">")),
+        ("tif", tiff_of_16_bits("<", planes=3)),
         ("ppm", b"P6 4 4 65535\n" + bytes(96)),
         ("ppm", b"P6 4 4 4095\n" + bytes(96)),
         ("pgm", b"P5 4 4 4095\n" + bytes(32)),

@@ -329,6 +329,16 @@ def test_a_run_that_diverges_names_the_client_and_keeps_what_it_has(
     assert outcome(start(fedavg, "--resume run")) == expected
 
 
+def test_a_picture_that_fails_costs_no_model(start, monkeypatch):
+    def fail(*args):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(plots, "similarity", fail)
+    with pytest.raises(ZeroDivisionError):
+        start(minimax_select, CUTS[minimax_select] + "--rounds 1 --no-compare")
+    assert Path("run/model.pt").exists()
+
+
 def test_a_baseline_never_overwrites_another_run(start):
     equal = start(entropy_weighting, CUTS[entropy_weighting] + "--no-compare --out run-equal")
     before = outcome(equal)

@@ -164,10 +164,11 @@ def test_entropy_is_that_of_the_mean_over_passes(rng):
     assert np.allclose(predictive_entropy(p), scipy.stats.entropy(p.mean(0), axis=1), atol=1e-12)
 
 
-@pytest.mark.parametrize("wrong", ["logits", "counts", "weights that sum to 1"])
+@pytest.mark.parametrize("wrong", ["logits", "counts", "weights that sum to 1", "nan"])
 def test_entropy_refuses_what_is_no_distribution(wrong, rng):
     x = torch.from_numpy(rng.integers(1, 9, (4, 30, 3))).float()
     wrongs = {"logits": x.softmax(2).log(), "counts": x}
+    wrongs["nan"] = torch.where(x == 1, torch.nan, x.softmax(2))
     wrongs["weights that sum to 1"] = torch.cat([x, 1 - x.sum(2, keepdim=True)], 2)
     with pytest.raises(ValueError, match="sum to 1"):
         predictive_entropy(wrongs[wrong])

@@ -48,8 +48,9 @@ def run(
         if args.compare and any(getattr(args, flag) != value for flag, value in flags.items()):
             changes[name] = flags
     plans = plans_of(args)
-    for plan in {plan.test_domain: plan for plan in plans[::-1]}.values():
-        _, clients, _ = assemble(plan, build)  # finds mistakes before anything is written
+    of_domains = {plan.test_domain: plan for plan in plans}
+    for plan in of_domains.values():  # finds mistakes before anything is written
+        _, clients, _ = assemble(plan, build)
     if ranks.RANK == 0 and not args.resume:
         for name in changes if len(plans) == 1 else [label]:
             check_free(folder_of(args.out, name, label))

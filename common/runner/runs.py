@@ -217,8 +217,6 @@ class Run:
         if self.t < self.bar.total:
             print(f"{self.args.name} has ended after round {self.t} of at most {self.bar.total}")
         self.save()
-        if draw:
-            draw(self, self.state)
         if self.best is not None:
             self._save_model("best_id.pt", self.best)
             for file, row in (("model.pt", self.rows[-1]), ("best_id.pt", self.best_row())):
@@ -231,6 +229,8 @@ class Run:
             self._write("confusion.csv", _csv(lines))
             plots.confusion(self.folder / "confusion.png", self.confusion, classes)
         self._save_model("model.pt", weights_in(self.state))
+        if draw:
+            draw(self, self.state)
         if ranks.RANK == 0:
             (self.folder / CHECKPOINTS[1]).unlink(missing_ok=True)
         self.state, self.model = {}, None  # a table of updates may be large

@@ -162,7 +162,7 @@ def classifier_gradient(message, context):
 
 @client_app.train()
 def train(message, context):
-    model = received_model(message)  # line 6
+    model = received_model(message).train()  # line 6
     x, y = samples_of(context.node_config["partition-id"])
     g = torch.tensor(message.content["gradient"]["g"].numpy())
     gamma = message.content["config"]["gamma"]

@@ -88,7 +88,7 @@ def predictive_entropy(probabilities: Tensor) -> Tensor:
     The paper's line 22 lacks the minus sign. Raises ValueError if a row is no distribution.
     """
     p = probabilities
-    if p.dim() != 3 or (p < 0).any() or ((p.sum(-1) - 1).abs() > 0.01).any():
+    if p.dim() != 3 or not ((p >= 0).all() and ((p.sum(-1) - 1).abs() <= 0.01).all()):  # or NaN
         raise ValueError("probabilities must be [passes, samples, classes], and each row sum to 1")
     return torch.special.entr(p.mean(0)).sum(-1)  # line 22
 
@@ -177,7 +177,7 @@ def uncertainty(model, x, may_use, passes=20):
     """e_k of one client, from inputs without labels. The passes differ because dropout stays on."""
     model.eval()  # batch norm in training mode would depend on the batch, and change the model
     for layer in model.classifier.modules():
-        if isinstance(layer, nn.Dropout):
+        if isinstance(layer, nn.modules.dropout._DropoutNd):  # of any kind
             layer.train()
     p = torch.stack([model(x, may_use)[0].softmax(1) for _ in range(passes)])
     return predictive_entropy(p).mean()
@@ -208,11 +208,11 @@ def federate(model, clients, iterations, rounds, gamma, v):
             ok = thetas.isfinite().all(1)  # a client that returns NaN is left out
             theta = average(get_weights(model), thetas[ok], sizes[ok], uses(model, may_use)[ok])
             set_weights(model, theta)
-        entropies = [uncertainty(model, x, may_use[k]) for k, (x, _) in enumerate(clients)]
-        entropies = torch.stack(entropies)
+        ids = ok.nonzero().flatten()  # nor does it say how uncertain the model is
+        entropies = torch.stack([uncertainty(model, clients[k][0], may_use[k]) for k in ids])
         history.append(entropies.tolist())
         if iteration + 1 < iterations:
-            for k in uncertain(entropies, gamma).nonzero().flatten().tolist():
+            for k in ids[uncertain(entropies, gamma)].tolist():
                 may_use = give_codewords(model, clients, may_use, k, v)
     return may_use, history
 

@@ -69,3 +69,9 @@ def test_only_present_clients_are_selected(start, method, more):
     here = [present_in(t, 0.6) or range(6) for t in range(1, 6)]
     for selected, present in zip(selections(rows), here, strict=True):
         assert selected and set(selected) <= {*present}
+
+
+@pytest.mark.parametrize("method", [convex_hull_select, minimax_select])
+def test_a_client_that_never_came_costs_the_picture_alone(start, method):
+    folder = start(method, CUT + "--sample 1 --churn 0.9 --rounds 1")
+    assert not kept(folder)["table"].any(1).all() and (folder / "model.pt").exists()
