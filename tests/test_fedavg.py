@@ -167,6 +167,12 @@ def test_another_flag_makes_it_another_experiment(method, words):
     assert not parsed(method, words).is_example
 
 
+def test_methods_differ_in_their_own_code_and_share_that_of_common():
+    one, other = parsed(fedavg, ""), parsed(uefl, "")
+    assert one.code != other.code
+    assert one.code_of_common == other.code_of_common
+
+
 @pytest.mark.parametrize(
     ("ours", "side", "holds"),
     [

@@ -118,9 +118,11 @@ def test_a_baseline_is_what_its_flags_say_and_not_what_its_folder_is_called(tmp_
 
 
 def test_what_a_fair_comparison_shares_is_named_if_it_differs(tmp_path, printed):
-    for name, epochs in (("a", 5), ("b", 1), ("c", 5)):
-        make_run(tmp_path / name, [0.5] * 20, model="cnn", local_epochs=epochs, name=name)
+    for name, epochs, common in (("a", 5, "x"), ("b", 1, "x"), ("c", 5, "x"), ("d", 5, "y")):
+        flags = {"model": "cnn", "local_epochs": epochs, "code_of_common": common}
+        make_run(tmp_path / name, [0.5] * 20, name=name, **flags)
     assert printed("a", "b").endswith("Not the same in all rows: local_epochs 5 (a), 1 (b)\n")
+    assert printed("a", "d").endswith("Not the same in all rows: code_of_common x (a), y (d)\n")
     assert "Not the same" not in printed("a", "c")
 
 

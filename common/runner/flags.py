@@ -151,9 +151,9 @@ def parse(
     small      the same for what --small changes
     own_flags  called with argparse's add_argument, to add the method's own flags
 
-    Adds `method`, its name; `code`, a hash of all code that can move a number; and `is_example`,
-    whether this is the example as it stands. Raises UserError for flags that make no sense, or that
-    NEEDS says have no effect.
+    Adds `method`, its name; `code`, a hash of all code that can move a number, and one of common/
+    alone; and `is_example`, whether this is the example as it stands. Raises UserError for flags
+    that make no sense, or that NEEDS says have no effect.
     """
     argv = sys.argv[1:] if argv is None else argv
     # An empty value comes from a shell variable that is not set
@@ -192,9 +192,11 @@ def parse(
     out = Path(args.resume or args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}")
     args.out = str(out if out.name not in ("", "..") else out.resolve())  # "." has no name
     runner = Path(__file__).parent  # of which only these can move a number
-    sources = [Path(file), *sorted(runner.parent.glob("*.py"))]
+    sources = sorted(runner.parent.glob("*.py"))
     sources += [runner / f"{name}.py" for name in ("setup", "runs", "compare")]
-    args.code = hashlib.sha1(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    common = b"".join(source.read_bytes() for source in sources)
+    args.code_of_common = hashlib.sha1(common).hexdigest()[:7]
+    args.code = hashlib.sha1(Path(file).read_bytes() + common).hexdigest()
     if resume and defaults.get("code") != args.code:
         raise UserError(f"{resume} belongs to other code: use that, or start a new run")
     return args

@@ -27,7 +27,7 @@ SHOULD_AGREE = [
     "dataset", "image_size", "rotate", "partition", "dirichlet", "silos", "silo_size", "clients",
     "participating", "sample", "held_out", "model", "width", "pretrained", "rounds",
     "evaluate_every", "local_epochs", "batch_size", "lr", "lr_decay", "optimizer", "momentum",
-    "weight_decay", "precision",
+    "weight_decay", "precision", "code_of_common",
 ]  # fmt: skip
 Row = Mapping[tuple, object]  # (seed, test domain) -> run
 
