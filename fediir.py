@@ -118,7 +118,7 @@ def client_update(model, theta, batches, optimizer, global_gradient, gamma):
 
 
 def spread(gradients: Tensor) -> Tensor:
-    """The mean squared distance of the clients' gradients [C, Q] from their mean."""
+    """The mean squared distance of the clients' gradients [K, Q] from their mean."""
     return (gradients - gradients.mean(0)).square().sum(1).mean()
 
 
@@ -135,7 +135,7 @@ def federate(args, clients, trainer, state):
     for t in range(state.get("t", 0) + 1, args.rounds + 1):  # line 2
         # Line 3
         selected = splits.draw(clients.ids, clients.per_round, random_at(args.seed, "select", t))
-        [gradients] = trainer.map(client_gradient, theta, selected, clients.train, t)  # [C, Q]
+        [gradients] = trainer.map(client_gradient, theta, selected, clients.train, t)  # [K, Q]
         g = gradients.mean(0)  # line 4
         global_gradient = args.ema * global_gradient + (1 - args.ema) * g  # line 4
         theta_c, losses = trainer.train(  # line 5

@@ -80,17 +80,20 @@ def panels(file: Path, found: Sequence[tuple], classes: int, ends: Sequence[int]
     with drawn(file, 2.6 * len(found), 2.9) as figure:
         all_axes = figure.subplots(1, len(found), squeeze=False)[0]
         for axes, (column, name, of_labels) in zip(all_axes, found, strict=True):
-            for end in ends:
-                axes.axvline(end, color="0.7", lw=0.8)
             for i, (label, (at, values)) in enumerate(of_labels.items()):
                 mean_and_runs(axes, i, at, values, label)
+            if len(values) > 1:
+                axes.plot([], color="0.6", lw=0.6, label="each run")
+            for end in ends:
+                first = "" if end == ends[0] else "_"  # matplotlib leaves out what begins with _
+                axes.axvline(end, color="0.7", lw=0.8, label=f"{first}words are added")
             unit = f" ({unit})" if (unit := measure_of(column).unit) else ""
             axes.set(title=name + unit, xlabel="round", ylim=(0, None))
             if in_percent(column):
                 axes.axhline(100 / classes, color="0.5", ls=":", lw=0.9, label="chance")
                 axes.set(ylim=(0, 100))
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        legend_below(all_axes[0], len(of_labels) + 1)
+        legend_below(all_axes[0], 2 * len(found))
 
 
 def mean_and_runs(axes: Axes, i: int, at: Sequence[int], values: np.ndarray, label: str) -> None:
@@ -145,14 +148,16 @@ def samples(file: Path, data: Dataset, title: str) -> None:
     title  of a row, in which {} is the domain's name
     """
     width, domains = data.x.shape[3], min(len(data.domains), 10)
-    with drawn(file, 7.5, 1.3 * domains) as figure:
+    with drawn(file, 7.5, 1.3 * domains + 0.2) as figure:
+        figure.get_layout_engine().set(h_pad=0.08)  # the first title else touches the edge
         all_axes = figure.subplots(domains, 1, squeeze=False)[:, 0]
         for d, axes in enumerate(all_axes):
             positions = torch.nonzero(data.domain == d).flatten()  # folders are sorted by class
             positions = positions[torch.linspace(0, len(positions) - 1, 10).long()]
-            row = torch.cat([*data.x[positions]], dim=2)  # side by side
+            tiles = F.pad(data.x[positions], (1, 1), value=255)  # with a gap
+            row = torch.cat([*tiles], dim=2)  # side by side
             axes.imshow(row.permute(1, 2, 0).numpy(), cmap="gray")
-            middles = width * (np.arange(10) + 0.5)
+            middles = (width + 2) * (np.arange(10) + 0.5)
             names = [
                 data.classes[c] + only_colour(x)
                 for x, c in zip(data.x[positions], data.y[positions], strict=True)
@@ -195,8 +200,9 @@ def weights(run, counts: Tensor, entropies: Tensor, alphas: Mapping[str, Tensor]
         for i, (name, of_clients) in enumerate(alphas.items()):
             heights = 100 * of_clients[order].numpy()
             weight.stairs(
-                heights, edges, color=COLOURS[i], ls=LINES[i], fill=i == 0, label=name, lw=1.5
-            )
+                heights, edges, color=COLOURS[i], ls=LINES[i], fill=i == 0, label=name, lw=1.5,
+                baseline=None if i else 0,
+            )  # fmt: skip
         weight.set(title="how much it counts in the average (percent)")
         weight.set(xlabel="client, from the lowest entropy of labels to the highest")
         legend_below(weight, len(alphas))
@@ -275,13 +281,14 @@ def hull(run, points: Tensor, vertices: Tensor) -> None:
     colour = client_colours(run.clients)
     title = f"the clients' updates after the last round\n(large: a corner in {dim} dimensions)"
     on_hull = np.isin(run.clients.ids, vertices.numpy())
+    order = sorted(range(len(xy)), key=lambda k: (on_hull[k], colour[k] != "0.6"))  # grey below
     with drawn(run.folder / "hull.png", 7.6, 4.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
         if dim == 2:  # the shadow of a hull in more dimensions would be a tangle
             for edge in ConvexHull(points.numpy()).simplices:
                 left.plot(*xy[edge].T, color="0.8", lw=0.7, zorder=0)
-        left.scatter(*xy[~on_hull].T, s=12, color=colour[~on_hull])
-        left.scatter(*xy[on_hull].T, s=80, color=colour[on_hull], ec="black", zorder=3)
+        sizes, edges = np.where(on_hull, 80, 12), np.where(on_hull, "black", "none")
+        left.scatter(*xy[order].T, s=sizes[order], color=colour[order], ec=edges[order])
         left.set(title=title, xlabel="first principal component", ylabel="second")
         left.set(xticks=[], yticks=[])
         times_selected(right, run)
@@ -302,7 +309,7 @@ def uncertainties(run, state: dict) -> None:
     found = [row["uncertainties"] for row in ends.values()]
     largest = max(max(*e, (1 + run.args.gamma) * min(e)) for e in found)
     with drawn(file, max(5, 2.4 * len(ends) + 1), 1.3 + 0.25 * m) as figure:
-        figure.suptitle("a silo whose bar crosses the dotted line gets more words (codewords)")
+        figure.suptitle("a silo whose bar crosses the dotted line then gets more words (codewords)")
         all_axes = figure.subplots(1, len(ends), squeeze=False, sharex=True, sharey=True)[0]
         for axes, row in zip(all_axes, ends.values(), strict=True):
             e = np.array(row["uncertainties"])
@@ -311,7 +318,7 @@ def uncertainties(run, state: dict) -> None:
             for k, n in enumerate(row["codewords"]):
                 axes.text(1.45 * largest, k, f"{n:.0f} words", ha="right", va="center")
             axes.axvline(threshold, color="black", ls=":", lw=0.9)
-            end = " (no more words)" if row is run.rows[-1] else ""
+            end = " (the end)" if row is run.rows[-1] else ""
             axes.set(title=f"after round {row['round']}{end}", xlabel="uncertainty (nats)")
             axes.set(xlim=(0, 1.45 * largest))
         all_axes[0].invert_yaxis()
