@@ -3,7 +3,6 @@
 A `c` is a Comparison of tables.py.
 """
 
-from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -44,29 +43,6 @@ def worth(rows):
         there = gain(c, around(level)) if (level := c.level()) else NONE
         lines.append([f"{name}, over {baseline} ({data})", f"{c.effect:+.1f}", there, gain(c)])
     return lines
-
-
-def word(rows, p):
-    """Whether to use a method, by the rule in predictions.md.
-
-    rows  against the paper's baseline first, and last against the simplest one with as many samples
-    p     that of the last row if it belongs to a family, or 1
-    """
-    first, last = (interval(c.difference())[1] > 0 for c in (rows[0], rows[-1]))
-    if not first:
-        return "no sign"
-    if not last:
-        return "not needed"
-    return "yes" if p < 0.05 else "perhaps"
-
-
-def words(rows, p):
-    """The methods and their words. p: (method, baseline, column) -> p of rows with a family."""
-    methods = {}
-    for c in rows:
-        methods.setdefault(c.names()[0], []).append(c)
-    last = {name: (c.method, c.baseline, c.column) for name, (*_, c) in methods.items()}
-    return [[*methods], [word(of, p.get(last[name], 1)) for name, of in methods.items()]]
 
 
 def of_equal(c, differences):
@@ -113,16 +89,17 @@ def seeds(c):
 def full(rows):
     """The runs at the papers' own size, as far as they are recorded."""
     header = ["method, not baseline", "the paper", "its difference", "ours", "our difference"]
-    lines = [[*header, "seeds", "what it took"]]
+    lines = [[*header, "ours at its level", "seeds", "what it took"]]
     for c in rows:
         label, _, took = c.label.partition(": ")
         paper = [NONE, NONE]
         if c.paper:
             paper = [f"{c.paper}, {c.paper_baseline}", show(c.effect, c.column, "+")]
-        ours = ["not run yet", "", ""]
+        ours = ["not run yet", "", "", ""]
         if c.common:
             both = ", ".join(pm(side, c.column) for side in c.sides())
-            ours = [both, difference(c), seeds(c)]
+            there = at_level(c) if len(c.common) > 1 else ""
+            ours = [both, difference(c), there, seeds(c)]
         lines.append([label, *paper, *ours, took])
     return lines
 
@@ -222,11 +199,10 @@ def main():
     rows = [*chain(*blocks.values())]
     for family in {c.family for c in rows} - {""}:
         correct([c for c in rows if c.family == family])
-    p = {(c.method, c.baseline, c.column): c.p for c in rows if c.family}
     gains = blocks.pop(("README", "worth"))
     for page in ("", "results/"):
         build(RESULTS / f"../{page}README.md", {"worth": worth(gains)})
-    special = {"words": partial(words, p=p), "mcmahan": rounds, "full": full}
+    special = {"mcmahan": rounds, "full": full}
     for (page, name), of_table in blocks.items():
         build(RESULTS / f"../{page}.md", {name: special.get(name, table)(of_table)})
     fediir, uefl = (blocks["results/README", name] for name in ("fediir", "uefl"))

@@ -149,33 +149,16 @@ def test_the_table_of_rounds():
     assert mean == f"{np.exp(logs.mean()):.1f} ({low:.1f} to {high:.1f})"
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "p", "says"),
-    [
-        ([0.1, 0.2], [0.5, 0.6], 0.01, "no sign"),
-        ([0.50, 0.51], [0.1, 0.2], 0.01, "not needed"),
-        ([0.50, 0.51], [0.40, 0.41], 0.06, "perhaps"),
-        ([0.50, 0.51], [0.40, 0.41], 0.04, "yes"),
-    ],
-)
-def test_the_word_of_a_method_follows_from_its_intervals(first, last, p, says):
-    """Two seeds: with 12.706 for t, 10 and 20 points do not exclude zero, and 50 and 51 do."""
-    label = "mine, not random: here"
-    rows = [comparison([[v], [w]], [[0.0], [0.0]], label=label) for v, w in (first, last)]
-    assert page.word(rows, p) == says
-    assert page.words(rows, {("a", "b", "id_accuracy"): p}) == [["mine"], [says]]
-
-
 def test_only_runs_at_the_papers_own_size_may_be_missing():
     c = comparison([], [[0.5]], block="full", label="mine, not random: an hour", paper="9 ± 1",
                    paper_baseline="7 ± 2")  # fmt: skip
-    ours = ["not run yet", "", "", "an hour"]
+    ours = ["not run yet", "", "", "", "an hour"]
     assert page.full([c])[1] == ["mine, not random", "9 ± 1, 7 ± 2", "+2.0", *ours]
     with pytest.raises(AssertionError, match="no runs"):
         comparison([], [[0.5]])
     c = comparison([[0.5], [0.7]], [[0.1], [0.2]], block="full", seeds="0-4", label="x: y")
     both, by = "60.0 ± 14.1, 15.0 ± 7.1", with_interval(c.difference(), c.column)
-    assert page.full([c])[1][3:6] == [both, by, "0-1"]
+    assert page.full([c])[1][3:7] == [both, by, "", "0-1"]
 
 
 def test_rows_that_wait_for_runs_name_experiments():
