@@ -24,7 +24,7 @@ in docs/convex_hull_select.md.
     python convex_hull_select.py --dataset cifar10
     python convex_hull_select.py --dataset cifar10 --selection interior        (table 1's ablation)
 
-The first command takes 50 s on two cores, and shows that clients with a class that nobody else
+Without flags this takes 50 s on two cores, and shows that clients with a class that nobody else
 has are trained more often than at random.
 """
 

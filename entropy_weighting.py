@@ -24,7 +24,7 @@ FedALRC and FedGAMMA of figures 8 and 9. docs/variations/ has the paper's remedi
     python entropy_weighting.py --dataset cifar10
     python entropy_weighting.py --dataset cifar10 --weighting size           (table 2, also equal)
 
-The first command takes 16 s on two cores, and shows that few generalists among many specialists
+Without flags this takes 16 s on two cores, and shows that few generalists among many specialists
 teach the model more if they count more.
 """
 

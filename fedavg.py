@@ -25,7 +25,7 @@ these lines. docs/fedavg.md explains the method.
     python fedavg.py --dataset cifar10 --selection power_of_choice
     python fedavg.py --dataset path/to/PACS --test-domain sketch
 
-The first command takes 20 s on two cores, and shows what label skew does to the model.
+Without flags this takes 20 s on two cores, and shows what label skew does to the model.
 """
 
 import torch

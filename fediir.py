@@ -33,7 +33,7 @@ code say where the paper is silent, and where the authors' code differs.
     python fediir.py --dataset OfficeHome --pretrained --image-size 224 --test-domain all \\
         --model resnet50 --lr 1e-3 --gamma 5e-4   (VLCS: no --model, --lr 1e-3 --gamma 5e-3)
 
-The first command takes 36 s on two cores, and shows that the penalty takes out a colour that is
+Without flags this takes 36 s on two cores, and shows that the penalty takes out a colour that is
 right in one domain more often than in another. It has v = 0, so g~ is g.
 """
 

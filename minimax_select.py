@@ -25,7 +25,7 @@ stands beside the line in question, and the rest in docs/minimax_select.md.
     python minimax_select.py --dataset cifar10
     python minimax_select.py --dataset cifar10 --selection maxsim              (table 1's ablation)
 
-The first command takes 27 s on two cores, and shows that clients with a class that nobody else
+Without flags this takes 27 s on two cores, and shows that clients with a class that nobody else
 has are trained more often than at random.
 """
 

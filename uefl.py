@@ -36,7 +36,7 @@ a client, and sg(a) means that no gradient flows through a. Choices of ours stan
     python uefl.py --dataset mnist --test-domain 75 --rotate 0 15 30 45 60 75 \\
         --model resnet18 --pretrained                                                   (table 2)
 
-The first command takes a minute on two cores, and shows that the turned silos get codewords of
+Without flags this takes a minute on two cores, and shows that the turned silos get codewords of
 their own, and gain accuracy by them.
 """
 
@@ -316,7 +316,7 @@ def federate(args, clients, trainer, state):
     theta, may_use = initialise(args, clients, trainer, state)  # line 2
     t, e = state.get("t", 0), state.get("e", torch.zeros(len(n))).cpu()  # line 3
     for iteration in range(state.get("iteration", 1), args.iterations + 1):  # line 4
-        last = args.rounds + (iteration - 1) * args.later_rounds  # line 23: later ones are shorter
+        last = args.rounds + (iteration - 1) * args.later_rounds  # line 23: later ones may be shorter
         for t in range(t + 1, last + 1):  # line 5
             # Lines 6, 7, 19: [K, P], [K]
             thetas, losses = trainer.train(

@@ -145,7 +145,7 @@ def parse(
 ) -> argparse.Namespace:
     """The flags of the method in this file.
 
-    doc        the method file's docstring; its first line is the first line of the help
+    doc        the method file's docstring; its first and last paragraphs begin the help
     settings   data set -> its defaults; the first data set is the default one, "folder" stands for
                every folder of images, and "other" for all data sets that are not named
     small      the same for what --small changes
@@ -160,14 +160,16 @@ def parse(
     if any(not word.strip() or word.endswith("=") for word in argv):
         raise UserError("a flag's value is empty: give one, or leave the flag out")
     method = Path(file).stem
+    paragraphs = (doc or method).strip().split("\n\n")
+    about = " ".join(dict.fromkeys([paragraphs[0], paragraphs[-1]]))
     parser = Parser(
         prog=f"{method}.py",
         usage="python %(prog)s [--flag value ...]",
         add_help=False,
         allow_abbrev=False,
         formatter_class=Help,
-        description=f"{(doc or method).strip().splitlines()[0]} The defaults depend on the data "
-        "set, and are the paper's if the paper uses it: `--dataset mnist --help` shows those.",
+        description=f"{about} The defaults depend on the data set, and are the paper's if the "
+        "paper uses it: `--dataset mnist --help` shows those.",
     )
     add_shared_flags(parser, next(iter(settings)))
     own_flags(parser.add_argument_group("this method").add_argument)
