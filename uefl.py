@@ -390,7 +390,7 @@ SMALL = {  # ours
 def own_flags(add) -> None:
     whole, number = flags.within(int, 1), flags.within(float, 0)
     size = flags.within(int, 0, 10**6)
-    add("--codebook-size", type=size, default=64, help="v, per extension; 0: FedAvg")
+    add("--codebook-size", type=size, default=64, help="v, per extension; 0: FedAvg in --rounds rounds")
     add("--segments", type=whole, default=1, help="s, parts of a token with a codeword each")
     add("--gamma", type=number, default=0.1, help="equation 7; larger: fewer clients are extended")
     add("--iterations", type=whole, default=5, help="at most; with 1 nobody is extended")

@@ -281,7 +281,7 @@ def hull(run, points: Tensor, vertices: Tensor) -> None:
     colour = client_colours(run.clients)
     title = f"the clients' updates after the last round\n(large: a corner in {dim} dimensions)"
     on_hull = np.isin(run.clients.ids, vertices.numpy())
-    order = sorted(range(len(xy)), key=lambda k: (on_hull[k], colour[k] != "0.6"))  # grey below
+    order = sorted(range(len(xy)), key=lambda k: (colour[k] != "0.6", on_hull[k]))  # grey below
     with drawn(run.folder / "hull.png", 7.6, 4.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
         if dim == 2:  # the shadow of a hull in more dimensions would be a tangle
