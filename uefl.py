@@ -316,7 +316,7 @@ def federate(args, clients, trainer, state):
     theta, may_use = initialise(args, clients, trainer, state)  # line 2
     t, e = state.get("t", 0), state.get("e", torch.zeros(len(n))).cpu()  # line 3
     for iteration in range(state.get("iteration", 1), args.iterations + 1):  # line 4
-        last = args.rounds + (iteration - 1) * args.later_rounds  # line 23: later ones may be shorter
+        last = args.rounds + (iteration - 1) * args.later_rounds  # line 23: fewer, by default
         for t in range(t + 1, last + 1):  # line 5
             # Lines 6, 7, 19: [K, P], [K]
             thetas, losses = trainer.train(
@@ -390,7 +390,7 @@ SMALL = {  # ours
 def own_flags(add) -> None:
     whole, number = flags.within(int, 1), flags.within(float, 0)
     size = flags.within(int, 0, 10**6)
-    add("--codebook-size", type=size, default=64, help="v, per extension; 0: FedAvg in --rounds rounds")
+    add("--codebook-size", type=size, default=64, help="v, per extension; 0: FedAvg (--rounds)")
     add("--segments", type=whole, default=1, help="s, parts of a token with a codeword each")
     add("--gamma", type=number, default=0.1, help="equation 7; larger: fewer clients are extended")
     add("--iterations", type=whole, default=5, help="at most; with 1 nobody is extended")
