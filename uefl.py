@@ -316,7 +316,7 @@ def federate(args, clients, trainer, state):
     theta, may_use = initialise(args, clients, trainer, state)  # line 2
     t, e = state.get("t", 0), state.get("e", torch.zeros(len(n))).cpu()  # line 3
     for iteration in range(state.get("iteration", 1), args.iterations + 1):  # line 4
-        last = args.rounds + (iteration - 1) * args.later_rounds  # line 23: fewer, by default
+        last = args.rounds + (iteration - 1) * args.later_rounds  # line 23: later ones may be fewer
         for t in range(t + 1, last + 1):  # line 5
             # Lines 6, 7, 19: [K, P], [K]
             thetas, losses = trainer.train(
