@@ -215,7 +215,7 @@ def test_several_seeds_and_domains_are_runs_as_by_hand_and_resume_repeats_nothin
         patch.setattr(Trainer, "train", count)
         folder = start(fediir, "--resume all")
         assert rounds == [2, 1, 2, 1, 2], "half a baseline, and one domain with its baseline"
-        picture = Figure()
+        picture = Figure(layout="constrained")
         patch.setattr(plots, "drawn", lambda file, width, height: nullcontext(picture))
         start(fediir, "--resume all")
         assert len(rounds) == 5, "there is nothing left to do"
@@ -230,7 +230,8 @@ def test_several_seeds_and_domains_are_runs_as_by_hand_and_resume_repeats_nothin
         ends[name].setdefault(domain, []).append(mean)
     panels = [axes for axes in picture.axes if "OOD" in axes.get_title()]
     for axes, domain in zip(panels, ("light", "dark"), strict=True):
-        drawn = {line.get_label(): np.mean(line.get_ydata()) for line in axes.lines}
+        lines = {line.get_label(): line for line in axes.lines}
+        drawn = {name: np.mean(lines[name].get_ydata()) for name in ends}
         assert domain in axes.get_title()
         for name, of_domain in ends.items():
             assert drawn[name] == pytest.approx(np.mean(of_domain[domain])), (name, domain)
@@ -666,6 +667,58 @@ def test_a_run_without_a_checkpoint_does_not_go_on_with_other_data(start, whole,
     (folder / "args.json").write_text(json.dumps(about | {"data": about["data"] + 1}))
     code, lines = launched(fedavg, "--resume whole", start)
     assert code == 2 and "belongs to other data" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("left", "says"),
+    [
+        (None, "run-equal is taken: choose another --out\n"),
+        ({"data": 1, "flags": {"method": "minimax_select"}}, "run-equal belongs to other data"),
+        ("", "args.json cannot be read"),
+    ],
+)
+def test_a_resumed_comparison_does_not_overwrite_what_stands_in_its_baselines_folder(
+    start, launched, left, says
+):
+    """A folder without a checkpoint: of somebody else, of another method, and after a power loss"""
+    folder = Path(f"{start(entropy_weighting, CUTS[entropy_weighting])}-equal")
+    (folder / "checkpoint.pt").unlink()
+    (folder / "args.json").unlink()
+    if left is not None:
+        (folder / "args.json").write_text(left and json.dumps(left))
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    code, lines = launched(entropy_weighting, "--resume run", start)
+    assert code == 2 and says in f"{lines[-1]}\n"
+    assert {file: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_seeds_of_unequal_length_do_not_go_on_as_if_they_were_done(start, launched):
+    """The first of two seeds was made longer, and the program stopped before the second one."""
+    start(fedavg, f"{CUTS[fedavg]} --no-compare --out x --seed 1 2 --rounds 2")
+    start(fedavg, "--resume x/seed1 --rounds 3")
+    code, lines = launched(fedavg, "--resume x", start)
+    assert code == 2 and "seed1 has had 3 rounds: repeat the --rounds" in lines[-1]
+    start(fedavg, "--resume x --rounds 3")
+    assert all(len(read_rows(Path(f"x/seed{seed}"))) == 3 for seed in (1, 2))
+
+
+def test_metrics_that_were_cut_are_whole_after_resume(start, whole):
+    expected = outcome(whole(fedavg))
+    Path("whole/metrics.csv").write_text("round,seconds\n1,0.5\n")
+    assert outcome(start(fedavg, "--resume whole/")) == expected
+
+
+def test_a_run_begins_in_a_folder_where_another_was_killed_at_once(start, whole):
+    Path("run").mkdir()
+    Path("run/args.123.part").touch()
+    assert outcome(start(fedavg, CUTS[fedavg] + "--no-compare")) == outcome(whole(fedavg))
+
+
+def test_images_that_change_before_the_baseline_trains_are_named(start, monkeypatch, capsys):
+    images = iter(range(99))
+    monkeypatch.setattr(common.data.Dataset, "fingerprint", lambda data: next(images))
+    start(entropy_weighting, CUTS[entropy_weighting])
+    assert "the images (seed 0), which have changed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

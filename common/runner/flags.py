@@ -254,7 +254,9 @@ def refuse_others(folder: str, args: argparse.Namespace, typed: set[str], saved:
     args.seed = list(dict.fromkeys(args.seed))
     longer = [flag for flag in MAY_GROW if flag in saved][-1:]
     for flag in sorted(typed - {*MAY_CHANGE}):
-        now, then = getattr(args, flag), folder if flag == "out" else saved.get(flag)
+        now, then = getattr(args, flag), saved.get(flag)
+        if flag == "out":
+            now, then = Path(now), Path(folder)  # X/ is X
         if now != then and not (flag in longer and now > then):
             shown = f"--{flag.replace('_', '-')}"
             raise UserError(f"{folder} was run with another {shown}: leave {shown} out")

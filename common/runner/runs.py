@@ -71,7 +71,8 @@ class Run:
         self.state, self.rows, self.t = {}, [], 0
         self.best = None  # the chosen weights so far, [P]
         self.confusion = None  # of the last evaluation, [classes, classes]
-        self.facts = {"data": data.fingerprint(), **vars(args)}
+        self.images = data.fingerprint()
+        self.facts = {"data": self.images, **vars(args)}
         for flag in (*MAY_CHANGE, *MAY_GROW, "out", "name", "is_example", "method_rounds"):
             self.facts.pop(flag, None)
         self.started = time.monotonic()
@@ -96,23 +97,37 @@ class Run:
                 continue
             except Exception as e:  # there are many types for a file that is damaged
                 wrong = f"{file} cannot be read ({type(e).__name__}): start a new run"
-        if found is None:
-            if wrong:
-                raise UserError(wrong)
-            about = self.folder / "args.json"
-            if about.exists() and json.loads(about.read_text())["data"] != self.facts["data"]:
-                raise UserError(f"{self.folder} belongs to other data: use those")
-            return None
+        if found is None and wrong:
+            raise UserError(wrong)
         if wrong and ranks.RANK == 0:
             (self.folder / CHECKPOINTS[0]).unlink()  # or it would take the place of the good one
+        facts = found or self._begun()
         for what, fact in self.facts.items():
-            if found.get(what) != fact:
-                raise UserError(f"{file} belongs to other {what}: use those, or start a new run")
+            if facts and facts.get(what) != fact:
+                where = f"{self.folder} belongs to other {what}"
+                raise UserError(f"{where}: use those, or start a new run")
+        if found is None:
+            return None
         for name in KEPT:
             setattr(self, name, found[name])
         self.t = self.rows[-1]["round"]
+        if self.t > most_rounds(self.args):
+            flag = "--iterations" if hasattr(self.args, "iterations") else "--rounds"
+            raise UserError(f"{self.folder} has had {self.t} rounds: repeat the {flag} that it had")
         self.started -= self.rows[-1]["seconds"]
         return zlib.crc32(file.read_bytes())
+
+    def _begun(self) -> dict:
+        """The facts of a run that has no checkpoint yet, or {} if no run has begun here."""
+        file = self.folder / "args.json"
+        if not file.exists():
+            check_free(self.folder)
+            return {}
+        try:
+            about = json.loads(file.read_text())
+            return {"data": about["data"], **about["flags"]}
+        except (ValueError, KeyError) as e:
+            raise UserError(f"{file} cannot be read ({first_line(e)}): start a new run") from e
 
     def _open(self) -> None:
         """Makes the folder and the progress bar."""
@@ -137,6 +152,8 @@ class Run:
                 "processes": ranks.COUNT,
             }
             write_args(self.folder, about, self.args.resume)
+            if self.rows:
+                self._write_metrics()  # in its place may be those of fewer rounds
             plots.partition(self.folder / "partition.png", self.data, self.clients)
             if self.args.partition in ("domain", "silos"):
                 title = "turned by {}°" if self.args.rotate else "domain {}"
@@ -179,9 +196,7 @@ class Run:
         self.rows.append({"round": self.t, "seconds": seconds, **row})
         if self.choose in row and self.best_row() is self.rows[-1]:
             self.best = weights_in(state).clone()  # a method may go on in place, as with +=
-        columns = dict.fromkeys(column for row in self.rows for column in row)
-        cells = [[_cell(row.get(column, "")) for column in columns] for row in self.rows]
-        self._write("metrics.csv", _csv([columns, *cells]))
+        self._write_metrics()
         self.bar.update(self.t - self.bar.n)
         self.bar.set_postfix_str(_short(row), refresh=False)
         is_terminated = ranks.is_terminated()
@@ -240,6 +255,11 @@ class Run:
         """The row of the first round with the largest value of the chosen column."""
         return max(self.rows, key=lambda row: row.get(self.choose, -1))
 
+    def _write_metrics(self) -> None:
+        columns = dict.fromkeys(column for row in self.rows for column in row)
+        cells = [[_cell(row.get(column, "")) for column in columns] for row in self.rows]
+        self._write("metrics.csv", _csv([columns, *cells]))
+
     def _save_model(self, name: str, theta: Tensor) -> None:
         train.set_weights(self.model, theta)
         self._write(name, {key: t.cpu() for key, t in self.model.state_dict().items()})
@@ -284,27 +304,29 @@ def write_args(folder: Path, about: dict, resume: bool) -> None:
         write_whole(folder / "args.json", text)
         return
     part = folder / f"args.{os.getpid()}.part"
-    part.write_text(text)
     try:
-        os.link(part, folder / "args.json")  # whole at once, unless there is one
-    except OSError:  # there is one, or the disk has no links, as some of Windows
-        if (folder / "args.json").exists():
-            refuse(folder)
-        part.replace(folder / "args.json")
+        part.write_text(text)
+        try:
+            os.link(part, folder / "args.json")  # whole at once, unless there is one
+        except OSError:  # there is one, or the disk has no links, as some of Windows
+            if (folder / "args.json").exists():
+                refuse(folder)
+            part.replace(folder / "args.json")
     finally:
         part.unlink(missing_ok=True)
 
 
 def check_free(folder: Path) -> None:
     """Raises UserError if this folder holds something, so that no run overwrites another one."""
-    if folder.is_file() or any(folder.glob("*")):
+    left = (file for file in folder.glob("*") if not file.match("args.*.part"))  # by a killed run
+    if folder.is_file() or any(left):
         refuse(folder)
 
 
 def refuse(folder: Path) -> None:
-    raise UserError(
-        f"{folder} is taken: choose another --out, or continue the run in it with --resume"
-    )
+    is_run = (folder / "args.json").exists()
+    resume = ", or continue the run in it with --resume" * is_run
+    raise UserError(f"{folder} is taken: choose another --out{resume}")
 
 
 def _csv(lines: Iterable[Iterable]) -> str:

@@ -44,6 +44,7 @@ def read(folder: Path) -> Namespace:
                 | {column: float(line[column]) for column in shown("table") if line.get(column)}
                 for line in csv.DictReader(file)
             ]
+        rows[0]  # a table needs a round at least
     except Exception as e:  # a damaged file can raise any type
         raise UserError(f"{folder} is not the folder of a run ({first_line(e)})") from e
     return Namespace(args=args, rows=rows, folder=folder, images=about.get("data"))
