@@ -77,6 +77,12 @@ def test_pretrained_weights_give_torchvisions_features_with_frozen_statistics(tm
     assert torch.allclose(found, theirs.eval()(normalised), atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["vgg16", "resnet18", "resnet50"])
+def test_images_that_are_too_small_for_a_network_are_refused(name):
+    with pytest.raises(UserError, match="take another model, or larger images"):
+        build(name, (3, 16, 16), 5)
+
+
 @pytest.mark.parametrize(("size", "places"), [(96, 3), (224, 7)])
 def test_a_resnet_that_is_not_pooled_ends_with_a_map(size, places):
     model = build("resnet18", (3, size, size), 5, pooled=False).eval()

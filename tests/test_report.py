@@ -150,6 +150,7 @@ def test_the_last_round_stands_beside_a_mean_over_much_of_a_run(tmp_path, printe
     [
         ("metrics.csv", "round,id_accuracy\n1,0.5\n2,abc\n"),
         ("metrics.csv", "turn,id_accuracy\n1,0.5\n"),
+        ("metrics.csv", ""),
         ("args.json", "{"),
         ("args.json", '{"flags": [0, 1]}'),
         ("args.json", '{"flags": {"name": "FedAvg", "rounds": 1}}'),
