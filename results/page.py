@@ -88,9 +88,9 @@ def seeds(c):
 
 def full(rows):
     """The runs at the papers' own size, as far as they are recorded."""
-    header = ["method, not baseline", "the paper", "its difference", "ours"]
-    by = ["our difference, p of equal", "at its level, p of equal"]
-    lines = [[*header, *by, "seeds", "what it took"]]
+    papers = ["method, not baseline", "the paper", "its difference"]
+    ours = ["ours", "our difference, p of equal", "at its level, p of equal"]
+    lines = [[*papers, *ours, "seeds", "what it took"]]
     for c in rows:
         label, _, took = c.label.partition(": ")
         paper = [NONE, NONE]
@@ -151,31 +151,34 @@ CURVES = {
     "fedavg": (
         BOTH,
         {
-            "alpha 0.1": "fedavg/skew",
-            "alpha 1": "fedavg/skew-alpha-1",
-            "alpha 100": "fedavg/skew-alpha-100",
+            "alpha 0.1": "examples/fedavg/skew",
+            "alpha 1": "examples/fedavg/skew-alpha-1",
+            "alpha 100": "examples/fedavg/skew-alpha-100",
         },
     ),
     "entropy_weighting_curves": (
         BOTH,
-        {"entropy": "entropy/specialists", "equal": "entropy/specialists-equal"},
+        {"entropy": "examples/entropy/specialists", "equal": "examples/entropy/specialists-equal"},
     ),
-    "minimax_curves": (RARE, {"minimax": "minimax/rare", "random": "minimax/rare-random"}),
-    "hull_curves": (RARE, {"hull": "hull/rare", "random": "hull/rare-random"}),
+    "minimax_curves": (
+        RARE,
+        {"minimax": "examples/minimax/rare", "random": "examples/minimax/rare-random"},
+    ),
+    "hull_curves": (RARE, {"hull": "examples/hull/rare", "random": "examples/hull/rare-random"}),
     "fediir": (
         BOTH | {"neutral_accuracy": "colour-neutral accuracy"},
         {
-            "FedIIR": "fediir/colours",
-            "FedAvg": "fediir/colours-fedavg",
-            "colour-blind FedAvg (grey images)": "fediir/grey",
+            "FedIIR": "examples/fediir/colours",
+            "FedAvg": "examples/fediir/colours-fedavg",
+            "colour-blind FedAvg (grey images)": "examples/fediir/grey",
         },
     ),
     "uefl_curves": (
         TURNED,
         {
-            "UEFL": "uefl/turned",
-            "static": "uefl/turned-static",
-            "FedAvg": "uefl/turned-fedavg",
+            "UEFL": "silos/turned",
+            "static": "silos/turned-static",
+            "FedAvg": "silos/turned-fedavg",
         },
     ),
 }
@@ -188,7 +191,7 @@ def curves(name, runs):
     for column, title in columns.items():
         of_labels = {}
         for label, experiment in labels.items():
-            of_runs = [series(run, column) for run in runs[f"examples/{experiment}"].values()]
+            of_runs = [series(run, column) for run in runs[experiment].values()]
             values = np.array([[*of_run.values()] for of_run in of_runs])
             of_labels[label] = ([*of_runs[0]], values)
         found.append((column, title, of_labels))
@@ -212,6 +215,6 @@ def main():
     draw(RESULTS / "wu.png", gains[:4])
     draw(RESULTS / "fediir.png", [gains[4], *(c for c in fediir if c.is_ratio)])
     draw(RESULTS / "uefl.png", [gains[5], *(c for c in uefl if "without" in c.label)])
-    runs = read(RESULTS / "examples.csv")
+    runs = read(RESULTS / "examples.csv") | read(RESULTS / "silos.csv")
     for name in CURVES:
         curves(name, runs)

@@ -179,7 +179,7 @@ class Comparison:
 def comparisons():
     """The lines of comparisons.csv: (page, block) -> lines."""
     runs, blocks = {}, {}
-    for name in ("wu", "mcmahan", "fediir", "uefl", "examples", "oracle"):
+    for name in ("wu", "mcmahan", "fediir", "uefl", "examples", "silos", "oracle"):
         runs |= read(RESULTS / f"{name}.csv")
     for line in read_csv(RESULTS / "comparisons.csv"):
         comparison = Comparison(**line)
