@@ -25,8 +25,8 @@ in docs/convex_hull_select.md.
     python convex_hull_select.py --dataset cifar10 --selection interior        (table 1's ablation)
 
 Without flags this takes 50 s on two cores, and shows that clients with a class that nobody else
-has are trained more often than at random. With CIFAR-10 it takes an hour on two cores with
-bfloat16, 9 s a round.
+has are trained more often than at random. With CIFAR-10 a round takes 9 s on two
+cores with bfloat16, so both runs together about an hour.
 """
 
 import torch

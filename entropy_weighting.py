@@ -25,8 +25,8 @@ FedALRC and FedGAMMA of figures 8 and 9. docs/variations/ has the paper's remedi
     python entropy_weighting.py --dataset cifar10 --weighting size           (table 2, also equal)
 
 Without flags this takes 16 s on two cores, and shows that few generalists among many specialists
-teach the model more if they count more. With CIFAR-10 it takes half an hour on two cores with
-bfloat16, 4 s a round.
+teach the model more if they count more. With CIFAR-10 a round takes 4 s on two
+cores with bfloat16, so both runs together about half an hour.
 """
 
 import torch

@@ -34,8 +34,8 @@ code say where the paper is silent, and where the authors' code differs.
         --model resnet50 --lr 1e-3 --gamma 5e-4   (VLCS: no --model, --lr 1e-3 --gamma 5e-3)
 
 Without flags this takes 36 s on two cores, and shows that the penalty takes out a colour that is
-right in one domain more often than in another. It has v = 0, so g~ is g. With MNIST it takes half
-an hour for each angle on two cores with bfloat16, 9 s a round.
+right in one domain more often than in another. It has v = 0, so g~ is g. With MNIST a round
+takes 9 s on two cores with bfloat16, so both runs together about half an hour for each angle.
 """
 
 import torch

@@ -26,8 +26,8 @@ stands beside the line in question, and the rest in docs/minimax_select.md.
     python minimax_select.py --dataset cifar10 --selection maxsim              (table 1's ablation)
 
 Without flags this takes 27 s on two cores, and shows that clients with a class that nobody else
-has are trained more often than at random. With CIFAR-10 it takes half an hour on two cores with
-bfloat16, 4 s a round.
+has are trained more often than at random. With CIFAR-10 a round takes 4 s on two
+cores with bfloat16, so both runs together about half an hour.
 """
 
 import torch

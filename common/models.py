@@ -77,10 +77,12 @@ def build(
         features = _resblocks(shape[0], scaled(128), scaled(256), scaled(512))
     else:
         features = _from_torchvision(name, shape[0], pretrained, pooled)
+    if name.startswith("resnet") and min(shape[1:]) <= 16:
+        # Its last stage would see a single pixel, for which bfloat16 on a CPU has random gradients
+        raise UserError(
+            f"--model {name} takes more than 16 pixels: take another model, or larger images"
+        )
     try:
-        if name.startswith("resnet") and min(shape[1:]) <= 16:
-            # For the 3x3 convolution of a single pixel, bfloat16 on a CPU has random gradients
-            raise RuntimeError("its last stage would see a single pixel")
         with torch.no_grad():
             example = features.eval()(torch.zeros(1, *shape))
     except RuntimeError as e:

@@ -151,9 +151,9 @@ def parse(
     small      the same for what --small changes
     own_flags  called with argparse's add_argument, to add the method's own flags
 
-    Adds `method`, its name; `code`, a hash of all code that can move a number, and one of common/
-    alone; and `is_example`, whether this is the example as it stands. Raises UserError for flags
-    that make no sense, or that NEEDS says have no effect.
+    Adds `method`, its name; `code`, a hash of all code that can move a number; `code_of_common`,
+    one of the part that all methods share; and `is_example`, whether this is the example as it
+    stands. Raises UserError for flags that make no sense, or that NEEDS says have no effect.
     """
     argv = sys.argv[1:] if argv is None else argv
     # An empty value comes from a shell variable that is not set

@@ -75,18 +75,18 @@ def panels(file: Path, found: Sequence[tuple], classes: int, ends: Sequence[int]
     """Curves over the rounds: each label's mean, and a thin line for each run. Dotted is chance.
 
     found  (column, its name, label -> (rounds, numbers [runs, rounds])) of each panel
-    ends   rounds with a vertical line
+    ends   rounds with a vertical line, because UEFL adds words after them
     """
     with drawn(file, 2.6 * len(found), 2.9) as figure:
         all_axes = figure.subplots(1, len(found), squeeze=False)[0]
         for axes, (column, name, of_labels) in zip(all_axes, found, strict=True):
             for i, (label, (at, values)) in enumerate(of_labels.items()):
                 mean_and_runs(axes, i, at, values, label)
-            if len(values) > 1:
+            if any(len(values) > 1 for _, values in of_labels.values()):
                 axes.plot([], color="0.6", lw=0.6, label="each run")
             for end in ends:
-                first = "" if end == ends[0] else "_"  # matplotlib leaves out what begins with _
-                axes.axvline(end, color="0.7", lw=0.8, label=f"{first}words are added")
+                label = "words are added" if end == ends[0] else None
+                axes.axvline(end, color="0.7", lw=0.8, label=label)
             unit = f" ({unit})" if (unit := measure_of(column).unit) else ""
             axes.set(title=name + unit, xlabel="round", ylim=(0, None))
             if in_percent(column):
