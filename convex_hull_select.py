@@ -34,9 +34,8 @@ from scipy.linalg import eigh
 from scipy.spatial import ConvexHull
 from torch import Tensor
 
-from common import UserError, random_at, splits, train
-from common.ranks import launch
-from common.runner import compare, flags, plots
+from common import Diverged, UserError, random_at, splits, train
+from common.runner import compare, flags, launch, plots
 
 
 def inner_products(g: Tensor) -> Tensor:
@@ -111,7 +110,7 @@ def select(args, clients, table: Tensor, t: int) -> Tensor:
     try:
         vertices = hull_vertices(table, args.hull_dim, args.unit_length)
     except ValueError as e:
-        raise UserError(f"round {t}: {e}: change --lr") from e
+        raise Diverged(f"round {t}: {e}: change --lr") from e
     inside = clients.ids[~torch.isin(clients.ids, vertices)]
     possible = {"hull": vertices, "interior": inside, "random": clients.ids}[args.selection]
     if not len(possible):
@@ -119,7 +118,7 @@ def select(args, clients, table: Tensor, t: int) -> Tensor:
             f"round {t}: no client lies inside the hull: lower --hull-dim or raise --participating"
         )
     count = min(args.sample or len(vertices), len(vertices), len(possible))
-    return splits.draw(possible, count, random_at(args.seed, "select", t))
+    return splits.sample(possible, count, random_at(args.seed, "select", t))
 
 
 def first_uploads(trainer, w: Tensor, ids: Tensor) -> Tensor:
@@ -148,7 +147,7 @@ def federate(args, clients, trainer, state):
         yield {"t": t, "w": w, "table": table}, trainer.evaluate(w, t, selected, losses)
 
 
-def draw(run, state) -> None:
+def picture(run, state) -> None:
     """hull.png: the clients' latest updates in the space of the hull, and its vertices."""
     points = principal_components(state["table"], run.args.hull_dim, run.args.unit_length)
     plots.hull(run, points, vertices_of(points))
@@ -203,7 +202,7 @@ def main(argv: list[str] | None = None):
         "clients more often than random selection does, and the model knows their classes better"
     )
     shows_in = {"rare_selected": "above", "rare_accuracy": "above", "ood_accuracy": "above"}
-    return compare.run(args, federate, args.selection, baselines, prediction, shows_in, draw=draw)
+    return compare.run(args, federate, args.selection, baselines, prediction, shows_in, picture=picture)
 
 
 if __name__ == "__main__":

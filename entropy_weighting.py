@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 
 from common import random_at, splits, train
-from common.ranks import launch
-from common.runner import compare, flags, plots
+from common.runner import compare, flags, launch, plots
 
 
 def label_entropy(label_counts: Tensor) -> Tensor:
@@ -73,12 +72,14 @@ def federate(args, clients, trainer, state):
     state  {} at the start, or what was yielded last
     """
     label_counts = clients.label_counts[clients.ids]  # of the training labels, wrong ones included
-    entropies = label_entropy(label_counts)  # lines 1, 2: in reality, each client uploads its own
+    entropies = label_entropy(label_counts)  # line 1: in reality, each client computes its own
+    if not state:
+        trainer.count(clients.ids, numbers=1)  # line 2
     alphas = aggregation_weights(args.weighting, label_counts)  # line 3
     w = state.get("w", trainer.initial)
     for t in range(state.get("t", 0) + 1, args.rounds + 1):
         # The paper does not say how clients are selected in a round: ours are drawn at random
-        selected = splits.draw(clients.ids, clients.per_round, random_at(args.seed, "select", t))
+        selected = splits.sample(clients.ids, clients.per_round, random_at(args.seed, "select", t))
         w_i, losses = trainer.train(train.local_solver, w, selected, t)  # line 4: [K, P], [K]
         g = w - w_i  # line 4
         alpha = alphas[selected] / alphas[selected].sum()  # line 5, our reading
@@ -87,7 +88,7 @@ def federate(args, clients, trainer, state):
         yield {"t": t, "w": w}, trainer.evaluate(w, t, selected, losses) | objective
 
 
-def draw(run, state) -> None:
+def picture(run, state) -> None:
     """weights.png: what each client holds, and how much it counts."""
     counts = run.clients.label_counts[run.clients.ids]
     alphas = {by: aggregation_weights(by, counts) for by in ("entropy", "equal", "size")}
@@ -136,7 +137,7 @@ def main(argv: list[str] | None = None):
         "class does not, so the model learns more if clients with many classes count more"
     )
     shows_in = {"ood_accuracy": "above"}
-    return compare.run(args, federate, args.weighting, baselines, prediction, shows_in, draw=draw)
+    return compare.run(args, federate, args.weighting, baselines, prediction, shows_in, picture=picture)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import random_at, splits, train
-from common.ranks import launch
-from common.runner import compare, flags
+from common.runner import compare, flags, launch
 
 
 def power_of_choice(losses: Tensor, k: int) -> Tensor:
@@ -59,19 +58,19 @@ def select(args, clients, trainer, w: Tensor, t: int) -> Tensor:
     if args.selection == "power_of_choice":
         losses, _ = trainer.predict(w, torch.cat(clients.train[: clients.participating]))
         means = [of_client.mean() for of_client in losses.split(sizes.int().tolist())]
+        trainer.count(clients.ids, 1, len(w) + 1)  # the model goes down, and a loss comes back
         return power_of_choice(torch.stack(means), clients.per_round)
     by = sizes if args.selection == "by_size" else None
-    return splits.draw(clients.ids, clients.per_round, random_at(args.seed, "select", t), by)
+    return splits.sample(clients.ids, clients.per_round, random_at(args.seed, "select", t), by)
 
 
-def client_update(model, w, batches, optimizer):
-    """ClientUpdate: trains `model` from w [P] on. Returns the mean loss of its steps.
+def client_update(model, batches, optimizer):
+    """ClientUpdate(k, w): trains `model`, which has the weights w. Returns its steps' mean loss.
 
     batches    (x, y), for each local epoch the client's samples in a new random order; the paper
                splits them into batches once
     optimizer  new for each client in each round
     """
-    train.set_weights(model, w)
     losses = []
     for x, y in batches:  # lines 7, 8, 9
         loss = F.cross_entropy(model(x), y)

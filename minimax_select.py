@@ -33,9 +33,8 @@ cores with bfloat16, so both runs together about half an hour.
 import torch
 from torch import Tensor
 
-from common import UserError, random_at, splits, train
-from common.ranks import launch
-from common.runner import compare, flags, plots
+from common import Diverged, random_at, splits, train
+from common.runner import compare, flags, launch, plots
 
 
 def inner_products(g: Tensor) -> Tensor:
@@ -88,11 +87,11 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
 def select(args, clients, table: Tensor, t: int) -> Tensor:
     """The K clients that train in round t, by their updates [M, P] (line 4): int64 [K]."""
     if args.selection == "random":
-        return splits.draw(clients.ids, clients.per_round, random_at(args.seed, "select", t))
+        return splits.sample(clients.ids, clients.per_round, random_at(args.seed, "select", t))
     try:
         return minimax_clients(table, clients.per_round, largest=args.selection == "maxsim").cpu()
     except ValueError as e:
-        raise UserError(f"round {t}: {e}: change --lr") from e
+        raise Diverged(f"round {t}: {e}: change --lr") from e
 
 
 def first_uploads(trainer, w: Tensor, ids: Tensor) -> Tensor:
@@ -168,7 +167,7 @@ def main(argv: list[str] | None = None):
     shows_in = {"rare_selected": "above", "rare_accuracy": "above", "ood_accuracy": "above"}
     return compare.run(
         args, federate, args.selection, baselines, prediction, shows_in,
-        draw=lambda run, state: plots.similarity(run, cosines(state["table"]).cpu()),
+        picture=lambda run, state: plots.similarity(run, cosines(state["table"]).cpu()),
     )  # fmt: skip
 
 

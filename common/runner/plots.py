@@ -39,7 +39,7 @@ STYLE = {
 
 
 @contextmanager
-def drawn(file: Path, width: float, height: float) -> Iterator[Figure]:
+def picture(file: Path, width: float, height: float) -> Iterator[Figure]:
     """A figure of this size in inches, saved at the end of the block."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height))
@@ -77,7 +77,7 @@ def panels(file: Path, found: Sequence[tuple], classes: int, ends: Sequence[int]
     found  (column, its name, label -> (rounds, numbers [runs, rounds])) of each panel
     ends   rounds with a vertical line, because UEFL adds words after them
     """
-    with drawn(file, 2.6 * len(found), 2.9) as figure:
+    with picture(file, 2.6 * len(found), 2.9) as figure:
         all_axes = figure.subplots(1, len(found), squeeze=False)[0]
         for axes, (column, name, of_labels) in zip(all_axes, found, strict=True):
             for i, (label, (at, values)) in enumerate(of_labels.items()):
@@ -128,7 +128,7 @@ def partition(file: Path, data: Dataset, clients: Clients) -> None:
     m, n = clients.participating, len(clients.train)
     sizes = [min(len(names), 30) for *_, names in panels]
     width = np.clip(0.09 * n + 2, 4.5, 10)
-    with drawn(file, width, 1.4 + 0.16 * sum(sizes)) as figure:
+    with picture(file, width, 1.4 + 0.16 * sum(sizes)) as figure:
         all_axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=sizes, squeeze=False)
         for axes, (what, values, names) in zip(all_axes[:, 0], panels, strict=True):
             counts = [torch.bincount(values[held], minlength=len(names)) for held in clients.train]
@@ -148,7 +148,7 @@ def samples(file: Path, data: Dataset, title: str) -> None:
     title  of a row, in which {} is the domain's name
     """
     width, domains = data.x.shape[3], min(len(data.domains), 10)
-    with drawn(file, 7.5, 1.3 * domains + 0.2) as figure:
+    with picture(file, 7.5, 1.3 * domains + 0.2) as figure:
         figure.get_layout_engine().set(h_pad=0.08)  # the first title else touches the edge
         all_axes = figure.subplots(domains, 1, squeeze=False)[:, 0]
         for d, axes in enumerate(all_axes):
@@ -191,7 +191,7 @@ def weights(run, counts: Tensor, entropies: Tensor, alphas: Mapping[str, Tensor]
     order = np.lexsort((counts.argmax(1), entropies))  # if equal, by the largest class
     held = (counts / counts.sum(1, keepdim=True))[order].cumsum(1)
     heights = torch.linspace(0.005, 0.995, 100).repeat(len(order), 1)
-    with drawn(run.folder / "weights.png", 7.0, 4.2) as figure:
+    with picture(run.folder / "weights.png", 7.0, 4.2) as figure:
         labels, weight = figure.subplots(2, 1, sharex=True)
         classes = torch.searchsorted(held, heights).T.numpy()
         labels.imshow(classes, "turbo", aspect="auto", interpolation="nearest")
@@ -212,7 +212,7 @@ def confusion(file: Path, counts: Tensor, classes: Sequence[str]) -> None:
     """Which share of the samples of a class is called what: counts [C, C], a row for each class."""
     shares = 100 * counts / counts.sum(1, keepdim=True).clamp(min=1)
     size = min(12.0, 3 + 0.3 * len(classes))
-    with drawn(file, size + 1, size) as figure:
+    with picture(file, size + 1, size) as figure:
         axes = figure.subplots()
         heat(axes, shares, "percent of the samples of a class")
         axes.set(xlabel="answer of the model", ylabel="class")
@@ -261,7 +261,7 @@ def similarity(run, cosines: Tensor) -> None:
     np.fill_diagonal(others, np.nan)
     ids = range(len(others))
     title = "cosine similarity of a client's update to those\nof the others (dot: largest)"
-    with drawn(run.folder / "similarity.png", 7.6, 4.2) as figure:
+    with picture(run.folder / "similarity.png", 7.6, 4.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.6, 1], sharey=True)
         left.plot(others, ids, "|", color="0.85", ms=3)
         largest = np.fmax.reduce(others, axis=1)  # NaN if there is no other client
@@ -282,7 +282,7 @@ def hull(run, points: Tensor, vertices: Tensor) -> None:
     title = f"the clients' updates after the last round\n(large: a corner in {dim} dimensions)"
     on_hull = np.isin(run.clients.ids, vertices.numpy())
     order = sorted(range(len(xy)), key=lambda k: (colour[k] != "0.6", on_hull[k]))  # grey below
-    with drawn(run.folder / "hull.png", 7.6, 4.2) as figure:
+    with picture(run.folder / "hull.png", 7.6, 4.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
         if dim == 2:  # the shadow of a hull in more dimensions would be a tangle
             for edge in ConvexHull(points.numpy()).simplices:
@@ -308,7 +308,7 @@ def uncertainties(run, state: dict) -> None:
     names = [kind.format(k, run.clients.groups[k]) for k in range(m)]
     found = [row["uncertainties"] for row in ends.values()]
     largest = max(max(*e, (1 + run.args.gamma) * min(e)) for e in found)
-    with drawn(file, max(5, 2.4 * len(ends) + 1), 1.3 + 0.25 * m) as figure:
+    with picture(file, max(5, 2.4 * len(ends) + 1), 1.3 + 0.25 * m) as figure:
         figure.suptitle("a silo whose bar crosses the dotted line then gets more words (codewords)")
         all_axes = figure.subplots(1, len(ends), squeeze=False, sharex=True, sharey=True)[0]
         for axes, row in zip(all_axes, ends.values(), strict=True):

@@ -215,9 +215,9 @@ def write(lines: Sequence[Sequence[str]]) -> None:
         print("  ".join(map(str.ljust, line, widths)).rstrip())
 
 
-def report(runs: Iterable, minus: str | None = None) -> None:
+def report(runs, minus: str | None = None) -> None:
     """Prints the means of these runs, their paired differences, and what they do not share."""
-    rows, repeated = group(runs)
+    rows, repeated = group(r for of in runs.values() for r in of)
     for folder in repeated:
         print(f"left out {folder}: another run has the same flags and seed", file=sys.stderr)
     compared = pairs(rows, minus)
