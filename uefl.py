@@ -51,8 +51,7 @@ from scipy.cluster.vq import kmeans2
 from torch import Tensor
 
 from common import UserError, devices, models, random_at, train
-from common.ranks import launch
-from common.runner import compare, flags, plots
+from common.runner import compare, flags, launch, plots
 
 
 class UEFL(nn.Module):
@@ -153,12 +152,11 @@ class ExtensibleCodebook(nn.Module):
         self.codewords.data = self.codewords.new_zeros(size, self.codewords.shape[1])
 
 
-def client_update(model, theta, batches, optimizer, may_use):
+def client_update(model, batches, optimizer, may_use):
     """Lines 6 and 12 to 17 for one client: trains `model` from theta [P] on.
 
     Returns the mean loss.
     """
-    train.set_weights(model, theta)  # line 6
     losses = []
     for x, y in batches:
         logits, code_loss = model(x, may_use)
@@ -235,7 +233,7 @@ def evaluate(args, clients, trainer, theta, may_use, t, losses, last):
     losses  of training [K]
     last    the last round of this iteration, which is evaluated in any case
     """
-    row = {"selected": clients.ids, "train_loss": losses.mean()}
+    row = {"selected": clients.ids, "train_loss": losses.mean(), **trainer.cost()}
     if t != last and not trainer.is_due(t):
         return row
     e, perplexities, code_losses, answers = trainer.map(
@@ -337,7 +335,7 @@ def federate(args, clients, trainer, state):
 
 def build_model(args, shape, classes):
     """Lines 1 and 2: UEFL's model with the layers of a model of common/models.py."""
-    more = args.pretrained or ""
+    more = args.pretrained
     base = models.build(args.model, shape, classes, args.width, args.dropout, more, pooled=False)
     if not any(isinstance(layer, nn.Dropout) for layer in base.classifier):
         raise UserError(f"--model {args.model} has no dropout, so passes are equal: choose another")

@@ -5,7 +5,6 @@ import hashlib
 import re
 import sys
 from argparse import BooleanOptionalAction
-from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
 from functools import cache
@@ -182,12 +181,12 @@ def parse(
     )
     add_shared_flags(parser, next(iter(settings)))
     own_flags(parser.add_argument_group("this method").add_argument)
-    names = {option: action.dest for action in parser._actions for option in action.option_strings}
-    words = [word.split("=")[0] for word in argv]
-    typed = Counter(names[word] for word in words if word in names)
-    for flag, times in typed.items():
-        if times > 1:
-            raise UserError(f"--{flag.replace('_', '-')} is given {times} times: give it once")
+    actions = {option: action for action in parser._actions for option in action.option_strings}
+    words = [actions.get(word.split("=")[0]) for word in argv]
+    typed = {action.dest for action in words if action}
+    for action in words:
+        if action and action.nargs == "+" and words.count(action) > 1:
+            raise UserError(f"{action.option_strings[0]} is given twice: give all its values at once")
     chosen, _ = parser.parse_known_args(argv)  # --dataset, --small and --resume say the defaults
     resume = folder_to_resume(chosen)
     defaults = saved_flags(resume, method) if resume else defaults_for(chosen, settings, small)
@@ -196,13 +195,13 @@ def parse(
     args = parser.parse_args(argv)
     args.resume, args.seeds = resume, list(dict.fromkeys(args.seeds))
     if resume:
-        refuse_others(resume, args, set(typed), defaults)
+        refuse_others(resume, args, typed, defaults)
     else:
-        infer_partition(args, set(typed), defaults)
-        refuse_useless(args, set(typed))
+        infer_partition(args, typed, defaults)
+        refuse_useless(args, typed)
         args.method = method
         changes_nothing = {*MAY_CHANGE, "out", "seeds", "precision"} - {"dataset"}
-        args.is_example = not set(typed) - changes_nothing
+        args.is_example = not typed - changes_nothing
     now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # several runs may start in the same second
     out = Path(args.resume or args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}")
     args.out = str(out if out.name not in ("", "..") else out.resolve())  # "." has no name
