@@ -80,7 +80,7 @@ class Run:
         goes_on = args.resume and (self.folder / "args.json").exists()
         if goes_on:
             self._take_up(about, device)
-        ranks.agree({**facts(about), "round": self.t}, "start all alike")
+        ranks.agree({**facts(about), "round": self.t}, "at the start", "start all alike")
         if ranks.RANK == 0:
             write_args(self.folder, about, goes_on)
             if self.rows:
