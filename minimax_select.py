@@ -131,8 +131,8 @@ SETTINGS = {
         rounds=100, evaluate_every=5, precision="float32",
     ),
     # EMNIST-10; we chose the same for mnist, fmnist and gtsrb
-    "other": dict(dirichlet=0.5, local_epochs=5, batch_size=128, lr=0.1, rounds=200),
-    "cifar10": dict(dirichlet=0.1, local_epochs=5, batch_size=128, lr=0.1, rounds=200),
+    "other": dict(dirichlet=0.5, local_epochs=5, batch_size=128, lr=0.1, rounds=200, evaluate_every=5),
+    "cifar10": dict(dirichlet=0.1, local_epochs=5, batch_size=128, lr=0.1, rounds=200, evaluate_every=5),
     # Figure 8
     "cifar100": dict(
         dirichlet=0.03, model="resnet18", local_epochs=3, batch_size=16, lr=0.01, rounds=200
