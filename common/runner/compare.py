@@ -100,12 +100,13 @@ def plans_of(args: Namespace, domains: Sequence[str]) -> dict[str, Namespace]:
     """The flags of one run for each seed and test domain, by its place in the method's folder."""
     if args.test_domain != "all" or not domains:
         domains = [args.test_domain]
+    several = len(args.seeds) * len(domains) > 1
     plans = {}
     for seed in args.seeds:
         for domain in domains:
             place = f"/{domain}" * (len(domains) > 1) + f"/seed{seed}"
-            plans[place] = changed(args, seed=seed, test_domain=domain)
-    return plans if len(plans) > 1 else {"": plan for plan in plans.values()}
+            plans[place if several else ""] = changed(args, seed=seed, test_domain=domain)
+    return plans
 
 
 def run_all(args, run_one, changes, plans, folders) -> tuple[Runs, list[str]]:
