@@ -274,27 +274,29 @@ def federate(args, clients, trainer, state):
         last = args.rounds + (iteration - 1) * args.later_rounds  # line 23: later ones may be fewer
         while t < last:  # line 5
             t += 1
-            own = {"may_use": may_use}
+            per_client = {"may_use": may_use}
             # Lines 6, 7, 19: theta goes to all clients; their weights [K, P] and losses [K] return
-            thetas, losses = trainer.train(client_update, theta, clients.ids, t, own)
+            thetas, losses = trainer.train(client_update, theta, clients.ids, t, per_client)
             theta = average(theta, thetas, n, trainer.model.uses(may_use))  # line 20
             row = {"selected": clients.ids, "train_loss": losses.mean()}
             if t == last or trainer.is_due(t):
                 # Line 22: [K]
                 e, *others = trainer.map(
-                    client_uncertainty, theta, clients.ids, clients.test, t, own, passes=args.passes
-                )
+                    client_uncertainty, theta, clients.ids, clients.test, t, per_client,
+                    passes=args.passes,
+                )  # fmt: skip
                 row |= report(args, trainer, theta, may_use, t, e, *others)
             state = {"t": t, "theta": theta, "may_use": may_use, "e": e, "iteration": iteration}
             yield state, row | {"iteration": iteration}
         growing = clients.ids[uncertain(e, args.gamma).cpu()]  # line 8
         if not len(growing) or iteration == args.iterations:  # line 24
             return
-        own = {"rng": [random_at(args.seed, "codewords", t, k) for k in clients.ids.tolist()]}
+        rngs = [random_at(args.seed, "codewords", t, k) for k in clients.ids.tolist()]
         # Line 9: [new, v, d / s]
         [words] = trainer.map(
-            client_codewords, theta, growing, clients.train, t, own, size=args.codebook_size
-        )
+            client_codewords, theta, growing, clients.train, t, {"rng": rngs},
+            size=args.codebook_size,
+        )  # fmt: skip
         trainer.model.codebook.extend(words.flatten(0, 1))  # map() has given the model theta
         theta = train.get_weights(trainer.model)
         owns = clients.ids[:, None] == growing.repeat_interleave(args.codebook_size)
