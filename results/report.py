@@ -31,8 +31,8 @@ def read(folder):
         rows.append({"round": int(line["round"]), **numbers})
     rows[0]  # a table needs a round at least
     return Namespace(
-        args=Namespace(**about["flags"]), rows=rows, folder=folder, images=about.get("data"),
-        torch=about.get("torch"), device=about.get("device"),
+        args=Namespace(**about["flags"]), rows=rows, folder=folder, images=about["data"],
+        machine=about["machine"],
     )  # fmt: skip
 
 
@@ -63,11 +63,12 @@ def main():
     parser.add_argument(
         "folders", nargs="+", metavar="FOLDER", help="a row, the last one to compare with"
     )
-    words = [Path(word).resolve() for word in parser.parse_args().folders]
-    folders = [*dict.fromkeys(words[::-1])][
-        ::-1
-    ]  # of equal ones the last, as in runs/* runs/fedavg
-    rows = {folder: runs for folder in folders if (runs := row(folder))}
+    rows = {}
+    for word in parser.parse_args().folders:
+        folder = Path(word).resolve()
+        rows.pop(folder, None)  # one that comes twice, as in runs/* runs/fedavg, is the last one
+        if runs := row(folder):
+            rows[folder] = runs
     if not rows:
         raise UserError("no finished runs: give folders in which runs have left model.pt")
     depth = 1  # so many parts of a path tell the rows apart
