@@ -14,6 +14,8 @@ from common.runner.table import interval, pm, show, with_interval, without_empty
 from results import tables
 from results.tables import RESULTS, around, read_csv, series
 
+DASH = "\N{EN DASH}"
+
 
 def correct(family):
     """Sets c.p: of the paired t-test that there is no difference, with Holm's correction."""
@@ -47,8 +49,9 @@ def worth(rows):
     lines = [["on the papers' data, points of accuracy", "the paper", *ours]]
     for c in rows:
         name, baseline, data = c.names()
-        there = difference(c, around(level)) if (level := c.level()) else "\N{EN DASH}"
-        by = [f"{c.effect:+.1f}", there, difference(c), f"{len(c.common)}"]
+        there = difference(c, around(level)) if (level := c.level()) else DASH
+        paper = f"{c.effect:+.1f}" if c.paper else DASH
+        by = [paper, there, difference(c), f"{len(c.common)}"]
         lines.append([f"{name}, over {baseline} ({data})", *by])
     return lines
 
