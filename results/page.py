@@ -29,10 +29,10 @@ def show_p(p):
     return f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
-def of_equal(c, differences):
+def of_equal(c, measure=None):
     """p of the paper's effect, if the paper says how much its numbers scatter."""
-    known = c.paper_deviations.any() and len(differences) > 1
-    return f", {show_p(c.welch(differences))}" if known else ""
+    known = c.paper_deviations.any() and len(c.common) > 1
+    return f", {show_p(c.welch(c.difference(measure)))}" if known else ""
 
 
 def difference(c, measure=None):
@@ -50,16 +50,14 @@ def worth(rows):
     for c in rows:
         name, baseline, data = c.names()
         there = difference(c, around(level)) if (level := c.level()) else DASH
-        paper = f"{c.effect:+.1f}" if c.paper else DASH
-        by = [paper, there, difference(c), f"{len(c.common)}"]
+        by = [f"{c.effect:+.1f}" if c.paper else DASH, there, difference(c), f"{len(c.common)}"]
         lines.append([f"{name}, over {baseline} ({data})", *by])
     return lines
 
 
 def also(rows):
     """What else was run: only the differences."""
-    lines = [["", "difference", "seeds"]]
-    return lines + [[c.label, difference(c), seeds(c)] for c in rows]
+    return [["", "difference", "seeds"], *([c.label, difference(c), seeds(c)] for c in rows)]
 
 
 def table(rows):
@@ -71,10 +69,10 @@ def table(rows):
         by, p = difference(c) + " times" * c.is_ratio, show_p(c.p) if c.p is not None else ""
         paper = at_level = ""
         if c.paper:
-            paper = show(c.effect, c.column, "+") + of_equal(c, c.difference())
+            paper = show(c.effect, c.column, "+") + of_equal(c)
         if level := c.level():
-            there = c.difference(around(level))
-            at_level = f"{difference(c, around(level))}{of_equal(c, there)}, round {level}"
+            there = around(level)
+            at_level = f"{difference(c, there)}{of_equal(c, there)}, round {level}"
         lines.append([c.label, method, baseline, by, p, seeds(c), paper, at_level])
     return without_empty_columns(lines)
 

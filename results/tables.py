@@ -23,7 +23,8 @@ RESULTS = Path(__file__).parent
 
 
 def read_csv(file):
-    return list(csv.DictReader(file.read_text(encoding="utf-8").splitlines()))
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(lines, restval=""))
 
 
 def read(file):
