@@ -26,7 +26,7 @@ COLOURS = {  # how often the colour agrees with the label in three domains, and 
     "colours-control": ((0.8, 0.8, 0.1), False),
     "colours-grey": ((1.0, 0.6, 0.1), True),
 }
-DRAWN = ["glyphs", *COLOURS]  # by the program, so that no download is needed
+OFFLINE = ["glyphs", *COLOURS]  # by the program, so that no download is needed
 PUBLIC = {  # name -> torchvision's class, and how many training and test images there are
     "mnist": ("MNIST", 60_000, 10_000),
     "fmnist": ("FashionMNIST", 60_000, 10_000),
@@ -37,7 +37,7 @@ PUBLIC = {  # name -> torchvision's class, and how many training and test images
     "cifar100": ("CIFAR100", 50_000, 10_000),
     "gtsrb": ("GTSRB", 26_640, 12_630),
 }
-NAMES = [*DRAWN, *PUBLIC]
+NAMES = [*OFFLINE, *PUBLIC]
 
 
 @dataclass

@@ -64,7 +64,7 @@ def shuffled(samples: Tensor, rng: Generator) -> Tensor:
     return samples[torch.from_numpy(rng.permutation(len(samples)))]
 
 
-def draw(clients: Tensor, k: int, rng: Generator, sizes: Tensor | None = None) -> Tensor:
+def sample(clients: Tensor, k: int, rng: Generator, sizes: Tensor | None = None) -> Tensor:
     """k of these clients at random, in ascending order: int64 [k].
 
     sizes  one per client: their probabilities are proportional to it; by default all are equal
@@ -381,7 +381,7 @@ def make_clients(
         raise UserError("a client would have nothing to test on: raise --held-out or --silo-size")
     groups = [group(data, samples, partition) for samples in train]
     m, k = participation(partition, len(train), len(set(groups)), participating, per_round)
-    chosen = draw(torch.arange(len(train)), m, random_at(seed, "participate")).tolist()
+    chosen = sample(torch.arange(len(train)), m, random_at(seed, "participate")).tolist()
     others = set(range(len(train))) - set(chosen)
     order = chosen + sorted(others)
     tests = {"ood": ood}

@@ -13,19 +13,17 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import UserError, random_at, ranks
+from common import Diverged, UserError, random_at, ranks
 from common.data import Dataset
 from common.devices import seeded
 from common.splits import Clients, shuffled
 
 Batches = Iterator[tuple[Tensor, Tensor]]
+ADVICE = "lower --lr, or the weight of the method's own penalty if it has one"
 
 
-def local_solver(
-    model: nn.Module, theta: Tensor, batches: Batches, optimizer: torch.optim.Optimizer
-) -> Tensor:
+def local_solver(model: nn.Module, batches: Batches, optimizer: torch.optim.Optimizer) -> Tensor:
     """Plain local training of one client, for papers that leave it open. Returns the mean loss."""
-    set_weights(model, theta)
     losses = []
     for x, y in batches:
         loss = F.cross_entropy(model(x), y)
@@ -98,6 +96,8 @@ class Trainer:
 
     initial         the model's weights at the start, theta [P]
     parameters      how many of theta's P numbers are parameters; they come before the statistics
+    samples         how many training samples all clients have processed so far
+    megabytes       how much has gone between the server and the clients so far, up and down
     """
 
     def __init__(
@@ -121,8 +121,11 @@ class Trainer:
         self.evaluate_every, self.rounds, self.progress = evaluate_every, rounds, progress
         self.initial = get_weights(self.model)
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        if precision == "bfloat16":  # not for gradients, which FedIIR computes inside of its loss
-            for part in {self.model, getattr(model, "features", model)}:
+        self.samples, self.megabytes = 0, 0.0
+        # Autocast for the forward pass alone, because FedIIR computes gradients inside of its loss
+        for part in {self.model, getattr(model, "features", model)}:
+            vars(part).pop("forward", None)  # of another trainer
+            if precision == "bfloat16":
                 part.forward = torch.autocast(self.device.type, torch.bfloat16)(part.forward)
         most = 5_000_000 // data.x[0, 0].numel()  # by pixels: 99 images of 224 x 224
         # The batch size of the evaluation
@@ -140,22 +143,24 @@ class Trainer:
         selected: Tensor,
         t: int,
         per_client: Mapping[str, Sequence] = {},
+        sent: float | Tensor | None = None,
         **options,
     ) -> tuple[Tensor, Tensor]:
         """The selected clients, int64 [K], train from theta in round t, each on its own samples.
 
-        client_update  called as client_update(model, theta, batches, optimizer, ...); trains
-                       `model` from theta on the batches (x, y), and returns the mean loss. It must
-                       begin with set_weights(model, theta), because `model` still has the weights
-                       of another client
+        client_update  called as client_update(model, batches, optimizer, ...), where the model has
+                       the weights theta; trains it on the batches (x, y), and returns the mean loss
         per_client     name -> one value per client id, for client_update as a keyword argument
+        sent           how many numbers of theta a client receives and returns, one or [K]: by
+                       default all
         options        keyword arguments of client_update that are the same for all clients
 
-        Returns the clients' weights [K, P] and losses [K] on the device. Raises UserError if a
-        client's weights or loss are not finite, and if the memory does not suffice.
+        Returns the clients' weights [K, P] and losses [K] on the device. Raises Diverged if a
+        client's weights or loss are not finite, and UserError if the memory does not suffice, or if
+        the processes do not agree on clients and weights.
         """
         sizes = [len(self.clients.train[k]) for k in selected]
-        mine = ranks.share_out(sizes)  # the other processes train the other clients
+        mine = self._mine(theta, selected, sizes, t)  # the other processes train the other clients
         total = sum(sizes[i] for i in mine)
         try:
             uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
@@ -165,17 +170,25 @@ class Trainer:
                             "much: see sketch in docs/variations/") from e  # fmt: skip
         for i in mine:
             k = int(selected[i])
+            set_weights(self.model, theta)
             self.model.train()
             batches, optimizer = self._batches(k, t, total), self._optimizer(t)
             own = {name: values[k] for name, values in per_client.items()}
-            with seeded(self.device, self.seed, "dropout", t, k):  # the same on any process
-                loss = client_update(self.model, theta, batches, optimizer, **own, **options)
+            try:
+                with seeded(self.device, self.seed, "dropout", t, k):  # the same on any process
+                    loss = client_update(self.model, batches, optimizer, **own, **options)
+            except ValueError as e:
+                if "more than 1 value per channel" not in str(e):
+                    raise
+                raise UserError(f"client {k} has a batch of one sample, which batch norm does not "
+                                "take: choose another --batch-size") from e  # fmt: skip
             uploads[i, :-1], uploads[i, -1] = get_weights(self.model), loss
         ranks.add_up(uploads)
+        self.count(selected, self.local.epochs, 2 * len(theta) if sent is None else 2 * sent)
         finite = torch.isfinite(uploads.sum(1)).tolist()
         if not all(finite):
             k = int(selected[finite.index(False)])
-            raise UserError(f"client {k} diverged in round {t}: lower --lr")
+            raise Diverged(f"client {k} diverged in round {t}: {ADVICE}")
         return uploads[:, :-1], uploads[:, -1]
 
     def map(
@@ -191,16 +204,16 @@ class Trainer:
         """What `function` computes for each of these clients, int64 [K].
 
         function  called as function(model, batches, ...), where the model already has the weights
-                  theta, unlike in train(), and the batches are all of samples[client], in order;
-                  returns a tensor or a tuple of tensors
+                  theta, and the batches are all of samples[client], in order; returns a tensor or
+                  a tuple of tensors
         per_client, options  as for train()
 
-        Returns for each of these tensors the results of the K clients, [K, ...]. Raises UserError
-        if one is not finite.
+        Returns for each of these tensors the results of the K clients, [K, ...]. Raises Diverged if
+        one is not finite.
         """
         set_weights(self.model, theta)
         results = {}
-        for i in ranks.share_out([len(samples[k]) for k in ids]):
+        for i in self._mine(theta, ids, [len(samples[k]) for k in ids], t):
             k = int(ids[i])
             self.model.eval()
             pieces = samples[k].to(self.device).split(self.chunk)
@@ -211,6 +224,32 @@ class Trainer:
             results[i] = found if isinstance(found, tuple) else (found,)
         columns = zip(*ranks.gather(results), strict=True)
         return [finite(torch.stack(column).to(self.device)) for column in columns]
+
+    def _mine(self, theta: Tensor, ids: Tensor, sizes: Sequence[int], t: int) -> list[int]:
+        """Which of these pieces of work, in round t, this process does.
+
+        Raises UserError if the others have other weights or clients, because then each would do a
+        part of another work, and the sum would be nonsense.
+        """
+        if ranks.COUNT > 1:
+            checksum = theta.contiguous().view(torch.int32).sum().item()
+            facts = {"clients": ids.tolist(), "weights": checksum}
+            advice = "draw with random_at, or use --processes 1"
+            ranks.agree(facts, f"in round {t}", advice)
+        return ranks.share_out(sizes)
+
+    def count(self, ids: Tensor, passes: float = 0, numbers: float | Tensor = 0) -> None:
+        """Adds to the cost what these clients did, int64 [K].
+
+        passes   over a client's training samples
+        numbers  of four bytes that a client has received and sent, one or [K]
+        """
+        self.samples += int(passes * self.clients.sizes[ids].sum())
+        self.megabytes += 4e-6 * float(torch.as_tensor(numbers).expand(len(ids)).sum())
+
+    def cost(self) -> dict:
+        """The two columns of metrics.csv that say what the run has cost so far."""
+        return {"samples": self.samples, "megabytes": self.megabytes}
 
     def _optimizer(self, t: int) -> torch.optim.Optimizer:
         local, parameters = self.local, self.model.parameters()
@@ -243,6 +282,7 @@ class Trainer:
 
         selected         the clients that have trained, int64 [K]
         train_loss       the mean of their losses [K]
+        samples, megabytes  what the run has cost so far: see Trainer
 
         The others are measured in the rounds that are due:
 
@@ -256,7 +296,8 @@ class Trainer:
         selected_size    mean number of training samples of the selected clients
         rare_selected    which share of them holds a rare class, if there are rare classes
         """
-        clients, measures = self.clients, {"selected": selected, "train_loss": losses.mean()}
+        clients = self.clients
+        measures = {"selected": selected, "train_loss": losses.mean(), **self.cost()}
         if not self.is_due(t):
             return measures
         m, names = clients.participating, [*clients.tests]
@@ -290,7 +331,7 @@ class Trainer:
         """The model with weights theta on these samples of the pool, int64 [n].
 
         Returns their cross-entropies [n] and the predicted classes, int64 [n], on the CPU. Raises
-        UserError if a loss is not finite, because the largest of NaN logits would count as class 0.
+        Diverged if a loss is not finite, because the largest of NaN logits would count as class 0.
         """
         set_weights(self.model, theta)
         self.model.eval()
@@ -321,7 +362,7 @@ def worst_tenth(accuracies: Tensor) -> Tensor:
 
 
 def finite(results: Tensor) -> Tensor:
-    """The same results. Raises UserError if one is not finite."""
+    """The same results. Raises Diverged if one is not finite."""
     if not results.isfinite().all():
-        raise UserError("training diverged, the model's results are not finite: lower --lr")
+        raise Diverged(f"training diverged, the model's results are not finite: {ADVICE}")
     return results

@@ -16,9 +16,8 @@ from matplotlib.figure import Figure
 
 import common.data
 from common import random_at, ranks
-from common.data import load
 from common.models import build
-from common.runner import runs
+from common.runner import launch, runs
 from common.splits import Clients
 from common.train import LocalTraining, Trainer
 
@@ -30,7 +29,6 @@ def alone(monkeypatch):
     """Draws glyphs once, never forks pytest, and lets the folders of two tests have one path."""
     monkeypatch.setattr(common.data, "glyphs", drawn)
     monkeypatch.setattr(ranks, "cores", lambda: 1)
-    load.cache_clear()
 
 
 @pytest.fixture
@@ -61,6 +59,7 @@ def start(monkeypatch, tmp_path):
     """start(method, "--flag value ...") runs a method on the tiny data. Returns its folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(common.data, "load", lambda name, *args: make_tiny())
+    monkeypatch.setattr(common.data, "rotated", lambda data, *args: data)
 
     def run_method(method, flags):
         def draw_once(self, file, **options):
@@ -115,15 +114,14 @@ def launched(capsys, monkeypatch, tmp_path):
     """
     monkeypatch.chdir(tmp_path)
 
-    def launch(method, flags, run=lambda method, flags: method.main(shlex.split(flags))):
+    def end_of(method, flags, run=lambda method, flags: method.main(shlex.split(flags))):
         capsys.readouterr()
-        load.cache_clear()  # as in a program of its own
         monkeypatch.setattr(sys, "argv", [method.__file__])
         code = 0
         try:
-            ranks.launch(lambda: run(method, flags))
+            launch(lambda: run(method, flags))
         except SystemExit as end:
             code = end.code
         return code, lines_of(capsys.readouterr().err)
 
-    return launch
+    return end_of

@@ -61,13 +61,15 @@ def parse(method, words: str) -> Namespace:
 def parsed(method, words: str) -> Namespace:
     """The flags of one run of this method, as the fixture `start` would run it."""
     args = parse(method, f"--device cpu --precision float32 {words}")
-    return Namespace(**{**vars(args), "seed": args.seed[0]})
+    return Namespace(**{**vars(args), "seed": args.seeds[0]})
 
 
 def prepared(method, words: str) -> tuple[Namespace, Dataset, Clients, Trainer]:
     """The flags, the data, the clients and the trainer of a run."""
     args = parsed(method, words)
-    data, clients, model = setup.assemble(args, getattr(method, "build_model", setup.build_model))
+    data = common.data.load(args.dataset)
+    build = getattr(method, "build_model", setup.build_model)
+    clients, model = setup.assemble(args, data, build)
     trainer = Trainer(data, clients, model, local=setup.local_training(args), seed=args.seed)
     return args, data, clients, trainer
 

@@ -8,7 +8,7 @@ import fedavg
 import fediir
 from common import UserError, random_at
 from common.models import Classifier
-from common.splits import draw
+from common.splits import sample
 from common.train import Trainer
 from fediir import client_gradient, fediir_loss, risk_and_gradient
 
@@ -144,7 +144,7 @@ def test_three_rounds_are_algorithm_1_by_hand(start):
     args, data, clients, trainer = prepared(fediir, words)
     model, theta = trainer.model, trainer.initial
     for t, row in enumerate(read_rows(folder), 1):
-        selected = draw(clients.ids, 2, random_at(0, "select", t)).tolist()
+        selected = sample(clients.ids, 2, random_at(0, "select", t)).tolist()
         held = {k: clients.train[k] for k in selected}
         found = [gradient_by_hand(model, theta, data, part)[1] for part in held.values()]
         mean = sum(found) / 2

@@ -6,8 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedavg
 import fediir
-from common import UserError, random_at
-from common.devices import pick_precision
+from common import Diverged, UserError, devices, random_at
 from common.models import build
 from common.splits import Clients, shuffled
 from common.train import (
@@ -73,9 +72,9 @@ def test_what_a_client_learns_does_not_depend_on_who_trained_before(tiny, traine
 
 
 def test_each_client_gets_its_own_value_and_all_get_the_shared_one(tiny, trainer):
-    def update(model, theta, batches, optimizer, own, listed, same):
-        assert model.training
-        set_weights(model, 0 * theta + own + same)
+    def update(model, batches, optimizer, own, listed, same):
+        assert model.training and torch.equal(get_weights(model), trainer.initial)
+        set_weights(model, 0 * trainer.initial + own + same)
         return torch.tensor(listed)
 
     def of_client(model, batches, own, listed, same):
@@ -118,8 +117,7 @@ def test_under_bfloat16_the_forward_pass_alone_rounds(tiny, trainer):
     assert rough.dtype == torch.float32 and not torch.equal(exact, rough)
     assert F.cosine_similarity(exact[0], rough[0], dim=0) > 0.98
 
-    def update(model, theta, batches, optimizer):
-        set_weights(model, theta)
+    def update(model, batches, optimizer):
         x, y = next(batches)
         z, logits = model.features(x), model(x)
         logits.register_hook(lambda _: backward.append(torch.is_autocast_enabled("cpu")))
@@ -200,6 +198,8 @@ def test_an_evaluation_by_hand(tiny, trainer):
     assert accuracies == [share(part) for part in parts[:20]] and len({*accuracies}) > 2
     assert found == {
         "train_loss": 0.75,
+        "samples": 0,
+        "megabytes": 0,
         "worst_tenth": pytest.approx(sum(sorted(accuracies)[:2]) / 2),
         "id_accuracy": share(tiny.test),
         "id_selected": share(torch.cat([parts[1], parts[4]])),
@@ -231,9 +231,9 @@ def test_what_map_draws_belongs_to_the_client_and_the_round(tiny, trainer):
 def test_results_that_are_not_finite_are_an_error(tiny, trainer, value):
     theta = trainer.initial.clone()
     theta[-1] = value  # the bias of class 2: NaN logits would count as class 0
-    with pytest.raises(UserError, match="not finite: lower --lr"):
+    with pytest.raises(Diverged, match="not finite: lower --lr"):
         trainer.predict(theta, tiny.train)
-    with pytest.raises(UserError, match="not finite: lower --lr"):
+    with pytest.raises(Diverged, match="not finite: lower --lr"):
         trainer.map(lambda *_: torch.tensor(value), theta, torch.arange(3), [tiny.train] * 3, 1)
 
 
@@ -243,15 +243,15 @@ def test_results_that_are_not_finite_are_an_error(tiny, trainer, value):
      [0, 0, torch.nan]],
 )  # fmt: skip
 def test_the_first_client_with_weights_or_a_loss_that_are_not_finite_is_named(trainer, damage):
-    def update(model, theta, batches, optimizer, own):
-        set_weights(model, torch.cat([own[:2], theta[2:]]))
+    def update(model, batches, optimizer, own):
+        set_weights(model, torch.cat([own[:2], trainer.initial[2:]]))
         return own[2]
 
     own, order = torch.ones(6, 3), (5, 1, 0, 4, 2, 3)
     trainer.clients.train *= 2
     assert trained(trainer, order, 7, update, per_client={"own": own})[1].tolist() == [1] * 6
     own[[2, 4]] = torch.tensor(damage)
-    with pytest.raises(UserError, match="client 4 diverged in round 7: lower --lr"):
+    with pytest.raises(Diverged, match="client 4 diverged in round 7: lower --lr"):
         trained(trainer, order, 7, update, per_client={"own": own})
 
 
@@ -286,22 +286,34 @@ def test_only_batch_norms_count_is_reset_among_buffers_of_integers():
     assert model.index.tolist() == [2, 0, 1] and model[0].num_batches_tracked == 0
 
 
-def test_a_device_multiplies_in_bfloat16_only_if_its_hardware_does(monkeypatch):
+@pytest.fixture
+def precision(monkeypatch):
+    """precision(name, device, model) is what set_up() picks on a machine with this device."""
+
+    def pick(name, device, model):
+        monkeypatch.setattr(devices, "_device", lambda name: device)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        return devices.set_up("any", name, model)[1]
+
+    return pick
+
+
+def test_a_device_multiplies_in_bfloat16_only_if_its_hardware_does(monkeypatch, precision):
     for has_it in (True, False):
         can = {"avx512_bf16": has_it, "avx2": True}
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda can=can: can)
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated, has_it=has_it: has_it)
         fast = "bfloat16" if has_it else None
-        assert pick_precision("auto", CPU, "resnet18") == (fast or "float32")
-        assert pick_precision("auto", GPU, "resnet18") == (fast or "tf32")
-        assert pick_precision("auto", GPU, "cnn") == "tf32", "casts cost more than they save"
+        assert precision("auto", CPU, "resnet18") == (fast or "float32")
+        assert precision("auto", GPU, "resnet18") == (fast or "tf32")
+        assert precision("auto", GPU, "cnn") == "tf32", "casts cost more than they save"
 
 
-def test_tf32_lets_a_gpus_convolutions_round_and_float32_does_not(monkeypatch):
+def test_tf32_lets_a_gpus_convolutions_round_and_float32_does_not(monkeypatch, precision):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     kinds = ("float32", GPU, "float32"), ("tf32", GPU, "tf32"), ("tf32", CPU, "float32")
     for name, device, expected in kinds:
-        assert pick_precision(name, device, "vgg16") == expected
+        assert precision(name, device, "vgg16") == expected
         assert torch.backends.cudnn.allow_tf32 == (expected == "tf32")
         assert not torch.backends.cuda.matmul.allow_tf32, "the server's products stay exact"
 

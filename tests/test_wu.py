@@ -17,7 +17,7 @@ import entropy_weighting
 import fedavg
 import minimax_select
 from common import UserError, random_at
-from common.splits import draw
+from common.splits import sample
 from convex_hull_select import hull_vertices, principal_components
 from entropy_weighting import entropy_weights, label_entropy
 from minimax_select import minimax_clients
@@ -224,7 +224,7 @@ def test_random_and_interior_clients_are_as_many_as_the_vertices(rng):
 def selected_by_hand(method, table, t):
     """Line 3 or 4 for two clients, or for a hull in two dimensions."""
     if method is entropy_weighting:
-        return draw(torch.arange(6), 2, random_at(0, "select", t)).tolist()
+        return sample(torch.arange(6), 2, random_at(0, "select", t)).tolist()
     if method is minimax_select:
         return sorted(largest_by_numpy(table).round(6).argsort(kind="stable")[:2].tolist())
     return exact_hull(table, 2)
