@@ -1,11 +1,11 @@
 """Runs the experiments of experiments.csv, two at a time with one process each, and records them.
 
-    python -m results.experiments uefl/mnist wu/cifar10  those that begin like this, seed by seed
-    python -m results.experiments --check NAME SEED      runs a recorded one again, and compares
+    python -m results.experiments uefl/mnist wu/cifar10    those that begin like this, seed by seed
+    python -m results.experiments uefl/mnist/uefl/3 --check  runs recorded ones again, and compares
 
 A run is in runs/experiments/NAME/SEED, and those of its baselines are in SEED-BASELINE. A run that
 was stopped continues. To repeat one, remove its lines from the CSV, which the first word of NAME
-names, and its folder. All run in copies of the code, with a variation if they have one: diff_of().
+names, and its folder. All run in copies of the code, with a variation if they have one.
 """
 
 import argparse
@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from common import UserError, ranks
+from common import UserError
+from common.runner import launch
 from results.tables import RESULTS, read, read_csv
 
 ROOT = RESULTS.parent
@@ -35,9 +36,9 @@ def csv_of(name):
 
 
 def diff_of(variation):
-    """The diff of this name in docs/variations/, or else in results/controls/."""
-    diff = ROOT / f"docs/variations/{variation}.diff"
-    return diff if diff.exists() else RESULTS / f"controls/{variation}.diff"
+    """The diff of this name in docs/variations/ or results/controls/. There is one."""
+    (diff,) = ROOT.glob(f"*/*/{variation}.diff")
+    return diff
 
 
 def recorded(name, seed):
@@ -49,17 +50,17 @@ def recorded(name, seed):
 def run(folder, job):
     """Runs an experiment with a seed in a copy of the code. Returns both, or None if it fails."""
     name, seed = job
-    out, variation = folder / name / seed, EXPERIMENTS[job]["variation"]
+    out, experiment = folder / name / seed, EXPERIMENTS[job]
     out.mkdir(parents=True, exist_ok=True)
-    words = [*EXPERIMENTS[job]["command"].split(), "--seed", seed, "--out", out]
+    words = [*experiment["command"].split(), "--seed", seed, "--out", out]
     if (out / "args.json").exists():
         words = [words[0], "--resume", out]
     words = [sys.executable, *words, "--processes", "1", "--data-dir", ROOT / "data"]
     with TemporaryDirectory() as code, Path(f"{out}.log").open("a") as log:
         not_code = shutil.ignore_patterns(".*", "runs", "data", "results")
         shutil.copytree(ROOT, code, ignore=not_code, dirs_exist_ok=True)
-        if variation:
-            for git in (["init", "--quiet"], ["apply", diff_of(variation)]):
+        if experiment["variation"]:
+            for git in (["init", "--quiet"], ["apply", diff_of(experiment["variation"])]):
                 subprocess.run(["git", *git], cwd=code, check=True)
         if subprocess.run(words, cwd=code, stdout=log, stderr=log).returncode == 0:
             return job
@@ -85,7 +86,7 @@ def record(folder, name, seed):
     What was recorded before is compared, in the columns that existed then. Returns whether all of
     it repeats.
     """
-    file, same = csv_of(name), True
+    file, words = csv_of(name), []
     text = file.read_text()
     for out in [folder / name / seed, *sorted((folder / name).glob(f"{seed}-*"))]:
         label = name + out.name.removeprefix(seed)
@@ -93,36 +94,32 @@ def record(folder, name, seed):
         if then := recorded(label, seed):
             filled = [i for i, column in enumerate(zip(*then, strict=True)) if any(column)]
             old, new = ([[line[i] for i in filled] for line in of] for of in (then, now))
-            word = "repeats" if old == new else "differs"
-            same = same and old == new
+            words.append("repeats" if old == new else "differs")
         else:
-            word, first = "recorded", [label, seed, *about]
-            for line in now:
-                text += ",".join(first + line) + "\n"
-                first = [""] * 4
-        print(f"{label}, seed {seed}: {word}", flush=True)
+            words.append("recorded")
+            for i, line in enumerate(now):
+                text += ",".join(([""] * 4 if i else [label, seed, *about]) + line) + "\n"
+        print(f"{label}, seed {seed}: {words[-1]}", flush=True)
     file.write_text(text)
-    return same
+    return "differs" not in words
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="BEGINNING", default=[""])
-    parser.add_argument("--check", nargs=2, metavar=("NAME", "SEED"), help="run it again")
+    parser.add_argument("--check", action="store_true", help="run recorded ones again")
     args = parser.parse_args()
-    if args.check:
-        jobs = [job for job in EXPERIMENTS if [*job] == args.check and recorded(*job)]
-    else:
-        chosen = [job for job in EXPERIMENTS if job[0].startswith(tuple(args.names))]
-        jobs = sorted((job for job in chosen if not recorded(*job)), key=lambda job: int(job[1]))
+    jobs = [job for job in EXPERIMENTS if "/".join(job).startswith(tuple(args.names))]
+    jobs = [job for job in jobs if bool(recorded(*job)) == args.check]
     if not jobs:
         what = "recorded experiment" if args.check else "experiment that is not recorded yet"
         raise UserError(f"there is no such {what}: see experiments.csv")
+    jobs.sort(key=lambda job: int(job[1]))  # seed by seed
     with TemporaryDirectory() as again, ThreadPoolExecutor(2) as two:
         folder = Path(again) if args.check else ROOT / "runs/experiments"
-        same = [bool(job) and record(folder, *job) for job in two.map(partial(run, folder), jobs)]
+        same = [job and record(folder, *job) for job in two.map(partial(run, folder), jobs)]
     sys.exit(not all(same))
 
 
 if __name__ == "__main__":
-    ranks.launch(main)
+    launch(main)

@@ -105,7 +105,7 @@ def picture(file, rows):
     paper reports, and the vertical line is the round in which the baseline is as accurate.
     """
     height = len(rows) // 2
-    with plots.drawn(file, 7.2, 2.9 * height) as figure:
+    with plots.picture(file, 7.2, 2.9 * height) as figure:
         for axes, c in zip(figure.subplots(height, 2).flat, rows, strict=True):
             *names, what = c.names()
             by = f"{'ratio' if c.is_ratio else 'at the end'} {difference(c)}"

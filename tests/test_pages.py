@@ -271,7 +271,7 @@ def test_only_recorded_experiments_are_checked(name, tmp_path, monkeypatch):
     (tmp_path / "x.csv").write_text("experiment,seed,code,torch,round,mA\n")
     monkeypatch.setattr(experiments, "RESULTS", tmp_path)
     monkeypatch.setattr(experiments, "EXPERIMENTS", {("x/planned", "0"): {}})
-    monkeypatch.setattr(sys, "argv", ["experiments", "--check", name, "0"])
+    monkeypatch.setattr(sys, "argv", ["experiments", "--check", f"{name}/0"])
     with pytest.raises(UserError, match="no such recorded experiment"):
         experiments.main()
 
@@ -296,7 +296,7 @@ def test_a_recorded_row_runs_again_and_says_whether_it_repeats(
     monkeypatch.setattr(experiments, "RESULTS", tmp_path)
     monkeypatch.setattr(experiments, "EXPERIMENTS", {("x/good", "0"): {}})
     monkeypatch.setattr(experiments, "run", run)
-    monkeypatch.setattr(sys, "argv", ["experiments", "--check", "x/good", "0"])
+    monkeypatch.setattr(sys, "argv", ["experiments", "--check", "x/good/0"])
     with pytest.raises(SystemExit) as end:
         experiments.main()
     assert bool(end.value.code) == (says == "differs")
