@@ -275,9 +275,12 @@ def federate(args, clients, trainer, state):
         while t < last:  # line 5
             t += 1
             per_client = {"may_use": may_use}
+            uses = trainer.model.uses(may_use)
             # Lines 6, 7, 19: theta goes to all clients; their weights [K, P] and losses [K] return
-            thetas, losses = trainer.train(client_update, theta, clients.ids, t, per_client)
-            theta = average(theta, thetas, n, trainer.model.uses(may_use))  # line 20
+            thetas, losses = trainer.train(
+                client_update, theta, clients.ids, t, per_client, sent=uses.sum(1)
+            )
+            theta = average(theta, thetas, n, uses)  # line 20
             row = {"selected": clients.ids, "train_loss": losses.mean()}
             if t == last or trainer.is_due(t):
                 # Line 22: [K]
@@ -285,9 +288,10 @@ def federate(args, clients, trainer, state):
                     client_uncertainty, theta, clients.ids, clients.test, t, per_client,
                     passes=args.passes,
                 )  # fmt: skip
+                trainer.count(clients.ids, numbers=1)  # e_k goes up
                 row |= report(args, trainer, theta, may_use, t, e, *others)
             state = {"t": t, "theta": theta, "may_use": may_use, "e": e, "iteration": iteration}
-            yield state, row | {"iteration": iteration}
+            yield state, row | {"iteration": iteration, **trainer.cost()}
         growing = clients.ids[uncertain(e, args.gamma).cpu()]  # line 8
         if not len(growing) or iteration == args.iterations:  # line 24
             return
@@ -297,6 +301,7 @@ def federate(args, clients, trainer, state):
             client_codewords, theta, growing, clients.train, t, {"rng": rngs},
             size=args.codebook_size,
         )  # fmt: skip
+        trainer.count(growing, 1, words[0].numel())
         trainer.model.codebook.extend(words.flatten(0, 1))  # map() has given the model theta
         theta = train.get_weights(trainer.model)
         owns = clients.ids[:, None] == growing.repeat_interleave(args.codebook_size)

@@ -31,16 +31,16 @@ def read(folder):
         rows.append({"round": int(line["round"]), **numbers})
     rows[0]  # a table needs a round at least
     return Namespace(
-        args=Namespace(**about["flags"]), rows=rows, folder=folder, images=about.get("data"),
-        torch=about.get("torch"), device=about.get("device"),
+        args=Namespace(**about["flags"]), rows=rows, folder=folder, images=about["data"],
+        machine=about["machine"],
     )  # fmt: skip
 
 
 def row(folder):
     """The runs in a folder. Raises UserError if they differ in more than seed and test domain."""
     files = sorted(folder.rglob("metrics.csv"))
-    if not files and not folder.is_file():  # runs/* may hold the user's notes, too
-        raise UserError(f"no runs in {folder}: give folders with metrics.csv")
+    if not files:
+        print(f"left out {folder}: there is no run in it, so no metrics.csv", file=sys.stderr)
     runs, settings = {}, {}
     for file in files:
         try:
@@ -63,11 +63,12 @@ def main():
     parser.add_argument(
         "folders", nargs="+", metavar="FOLDER", help="a row, the last one to compare with"
     )
-    words = [Path(word).resolve() for word in parser.parse_args().folders]
-    folders = [*dict.fromkeys(words[::-1])][
-        ::-1
-    ]  # of equal ones the last, as in runs/* runs/fedavg
-    rows = {folder: runs for folder in folders if (runs := row(folder))}
+    rows = {}
+    for word in parser.parse_args().folders:
+        folder = Path(word).resolve()
+        rows.pop(folder, None)  # one that comes twice, as in runs/* runs/fedavg, is the last one
+        if runs := row(folder):
+            rows[folder] = runs
     if not rows:
         raise UserError("no finished runs: give folders in which runs have left model.pt")
     depth = 1  # so many parts of a path tell the rows apart

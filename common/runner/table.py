@@ -1,8 +1,8 @@
 """The table of a comparison: at the end of a run, and in `python -m results.report`.
 
 A row is a label with a list of runs, which differ in seed and test domain alone. Each row is
-compared with the last one, run by run with the same seed and test domain. A run has .args, .rows
-and .images; one that was read from its folder has .torch and .device, too.
+compared with the last one, run by run with the same seed and test domain. A run has .args, .rows,
+.images and .machine.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from common.runner.measures import DECIMALS, MEASURES, in_percent, measure_of, s
 LAST = 5  # so many evaluations of a run make one number
 NONE = "\N{EN DASH}"  # where nothing was measured
 COLUMNS = [column for column, measure in MEASURES.items() if measure.table]
-RAN_ON = ["images", "torch", "device"]
+RAN_ON = ["images", "machine"]
 OF_A_RUN = {"last": "", "all": ", all evaluations", "end": ", in all"}
 MAY_DIFFER = {  # flags that say which run of its row this is, or that move no number
     "seed", "test_domain", "out", "seeds", "resume", "device", "data_dir", "processes", "compare",
@@ -30,7 +30,7 @@ def which(run) -> tuple:
 
 def settings(run, but: Iterable[str] = ()) -> dict:
     """The flags that all runs of a row share, but for these; lists are tuples."""
-    found = {"held_out": None, **vars(run.args)}  # only fedavg.py has this flag
+    found = dict(vars(run.args))
     # A baseline has as many rounds as its method came to, which can depend on the seed
     found["rounds"] = found.pop("method_rounds", found["rounds"])
     for flag, value in found.items():
@@ -66,7 +66,7 @@ def unlike(rows: Mapping[str, Sequence]) -> str:
         for label, runs in rows.items():
             for partner in runs:
                 if which(partner) == which(run):
-                    about = {name: getattr(partner, name, None) for name in RAN_ON}
+                    about = {name: getattr(partner, name) for name in RAN_ON}
                     facts[label] = {**about, "rounds": partner.rows[-1]["round"]}
         texts.append(differing(facts))
     return "; ".join(dict.fromkeys(filter(None, texts)))
