@@ -78,11 +78,9 @@ def samples(run):
 
     Both are [n].
     """
-    found = [line for line in run if line["selected_size"]]
-    rounds, clients, sizes = (
-        np.array([float(line[column]) for line in found])
-        for column in ("round", "clients", "selected_size")
-    )
+    columns = ["round", "clients", "selected_size"]
+    found = [[float(line[c]) for c in columns] for line in run if line["selected_size"]]
+    rounds, clients, sizes = np.array(found).T
     return rounds, clients * sizes * np.diff(rounds, prepend=0)
 
 

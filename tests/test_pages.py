@@ -92,7 +92,7 @@ def test_the_commands_of_the_experiments_are_understood(row, tmp_path, monkeypat
     program, *flags = row["command"].split()
     method = importlib.import_module(program.removesuffix(".py"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(method.compare, "run", lambda args, *rest, **more: args.seed)
+    monkeypatch.setattr(method.compare, "run", lambda args, *rest, **more: args.seeds)
     if row["variation"]:
         assert experiments.diff_of(row["variation"]).exists()
     else:
