@@ -120,11 +120,12 @@ def test_each_kind_of_measure_by_hand():
     run.rows = [{"round": t, "samples": 1000 * t, "megabytes": t / 4} for t in range(1, 8)]
     for row, share in zip(run.rows[:6], [1, 0.5, 0.5, 0.5, 0.5, 0], strict=True):
         row |= {"ood_accuracy": share, "rare_selected": share}
-    header, line, *_ = table.table({"a": [run], "b": [run]})
+    header, line, _, difference = table.table({"a": [run], "b": [run]})
     assert dict(zip(header, line, strict=True)) == {
         "": "a", "seeds": "3", "ood_accuracy": "40.0", "rare_selected, all evaluations": "50.0",
         "samples, in all": "7,000", "megabytes, in all": "1.8",
     }  # fmt: skip
+    assert difference == ("a - b", "3", "+0.0", "+0.0", "", "")
 
 
 def test_what_rows_do_not_share_is_named(tmp_path, printed):
