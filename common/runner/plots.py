@@ -167,9 +167,9 @@ def weights(run, counts: Tensor, entropies: Tensor, alphas: Mapping[str, Tensor]
         labels.set(title="what a client holds: a colour is a class", yticks=[])
         edges = np.arange(len(order) + 1) - 0.5
         for i, (name, alpha) in enumerate(alphas.items()):
-            fill = {"fill": True} if i == 0 else {"baseline": None}  # or only the line on top
-            style = {"color": COLOURS[i], "ls": LINES[i], "lw": 1.5, **fill}
-            weight.stairs(100 * alpha[order].numpy(), edges, label=name, **style)
+            style = {"color": COLOURS[i], "ls": LINES[i], "lw": 1.5, "label": name, "fill": i == 0}
+            base = 0 if i == 0 else None  # of the others only the top
+            weight.stairs(100 * alpha[order].numpy(), edges, baseline=base, **style)
         weight.set(title="how much it counts in the average (percent)")
         weight.set(xlabel="client, from the lowest entropy of labels to the highest")
         figure.legend(loc=BELOW, ncols=4)
