@@ -22,9 +22,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 ADVICE = "lower --lr, or the weight of the method's own penalty if it has one"
 
 
-def local_solver(
-    model: nn.Module, batches: Batches, optimizer: torch.optim.Optimizer
-) -> Tensor:
+def local_solver(model: nn.Module, batches: Batches, optimizer: torch.optim.Optimizer) -> Tensor:
     """Plain local training of one client, for papers that leave it open. Returns the mean loss."""
     losses = []
     for x, y in batches:
@@ -236,7 +234,8 @@ class Trainer:
         if ranks.COUNT > 1:
             checksum = theta.contiguous().view(torch.int32).sum().item()
             facts = {"clients": ids.tolist(), "weights": checksum}
-            ranks.agree(facts, f"in round {t} draw with random_at, or use --processes 1")
+            advice = "draw with random_at, or use --processes 1"
+            ranks.agree(facts, f"in round {t}", advice)
         return ranks.share_out(sizes)
 
     def count(self, ids: Tensor, passes: float = 0, numbers: float | Tensor = 0) -> None:
@@ -246,7 +245,7 @@ class Trainer:
         numbers  of four bytes that a client has received and sent, one or [K]
         """
         self.samples += int(passes * self.clients.sizes[ids].sum())
-        self.megabytes += 4e-6 * float((torch.as_tensor(numbers).cpu() * torch.ones(len(ids))).sum())
+        self.megabytes += 4e-6 * float(torch.as_tensor(numbers).expand(len(ids)).sum())
 
     def cost(self) -> dict:
         """The two columns of metrics.csv that say what the run has cost so far."""

@@ -82,6 +82,4 @@ def kill_rank_1_in_round_2() -> None:
 
 if __name__ == "__main__":
     on_tiny_data(sys.argv[1])
-    launch(
-        lambda: [m.main([*flags.split(), "--out", m.__name__]) for m, flags in CALLS.items()]
-    )
+    launch(lambda: [m.main([*flags.split(), "--out", m.__name__]) for m, flags in CALLS.items()])

@@ -5,9 +5,9 @@ import os
 import re
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
+import matplotlib
 import pytest
 from helpers import ROOT, draw_images, make_tiny
 
@@ -45,11 +45,19 @@ def test_a_class_may_have_any_name_in_pictures(tmp_path):
     assert (tmp_path / "partition.png").stat().st_size > 1000
 
 
+def test_pictures_do_not_depend_on_a_users_matplotlibrc(tmp_path):
+    plots.samples(tmp_path / "a.png", make_tiny(), "domain {}")
+    with matplotlib.rc_context({"image.origin": "lower", "axes.grid": True, "font.family": "x"}):
+        plots.samples(tmp_path / "b.png", make_tiny(), "domain {}")
+        assert matplotlib.rcParams["image.origin"] == "lower", "it is the user's again"
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
 def test_groups_of_equal_size_have_the_same_colours_in_every_program():
-    """The order of a set of names changes with PYTHONHASHSEED."""
+    """The order of a set of names changes with PYTHONHASHSEED. The smallest group stands out."""
     names = [f"domain {i}" for i in range(9)]
-    colours = plots.group_colours(Namespace(groups=names[::-1], participating=9))
-    assert [*colours] == names
+    colours = plots.group_colours([*names, *names[1:]])
+    assert [*colours] == [names[0], *names[:0:-1]] and colours[names[0]] == plots.COLOURS[1]
 
 
 def test_a_closed_or_redirected_stderr(launched, tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ from common.runner import plots, table
 from common.runner.runs import Run, check_free, write_args
 from common.runner.setup import assemble, build_model, prepare
 
-NONE = "\N{EN DASH}"  # where nothing was measured
 Runs = Mapping[str, Sequence[Run]]  # label -> its runs, in the order of the plans
 
 
@@ -100,12 +99,13 @@ def plans_of(args: Namespace, domains: Sequence[str]) -> dict[str, Namespace]:
     """The flags of one run for each seed and test domain, by its place in the method's folder."""
     if args.test_domain != "all" or not domains:
         domains = [args.test_domain]
+    several = len(args.seeds) * len(domains) > 1
     plans = {}
     for seed in args.seeds:
         for domain in domains:
             place = f"/{domain}" * (len(domains) > 1) + f"/seed{seed}"
-            plans[place] = changed(args, seed=seed, test_domain=domain)
-    return plans if len(plans) > 1 else {"": plan for plan in plans.values()}
+            plans[place if several else ""] = changed(args, seed=seed, test_domain=domain)
+    return plans
 
 
 def run_all(args, run_one, changes, plans, folders) -> tuple[Runs, list[str]]:
@@ -122,6 +122,8 @@ def run_all(args, run_one, changes, plans, folders) -> tuple[Runs, list[str]]:
                 plan, **flags, rounds=rounds, name=name, out=f"{folders[name]}{place}",
                 precision=args.precision, compare=args.compare and not flags,
             )  # fmt: skip
+            if flags:
+                own.method_rounds = plan.rounds  # its own may depend on the seed
             try:
                 runs[name].append(run_one(own))
             except Diverged as e:
@@ -138,7 +140,8 @@ def run_all(args, run_one, changes, plans, folders) -> tuple[Runs, list[str]]:
 def show(args: Namespace, runs: Runs) -> None:
     """Draws the curves, and prints the table and what the models do."""
     plots.curves(Path(args.out) / "curves.png", runs)
-    table.report(runs)
+    label, *baselines = runs  # the first baseline comes last, because a table compares with that
+    table.report({name: runs[name] for name in (label, *reversed(baselines))})
     errors(next(iter(runs.values()))[0])
     for name, of_name in runs.items():
         describe(name, of_name)
@@ -179,7 +182,7 @@ def describe(name: str, runs: Sequence[Run]) -> None:
     labels, hits = confusion.sum(1), confusion.diagonal()
     right = []
     for c, hit, of_class in zip(classes, hits, labels, strict=True):
-        right.append(f"{c}: {percent(hit / of_class) if of_class else NONE}")
+        right.append(f"{c}: {percent(hit / of_class) if of_class else table.NONE}")
     print(f"{name}, right in the last round, by class: {', '.join(right[:20])}")
     constant = percent(labels.max() / labels.sum())
     print(f"  (always answering {classes[labels.argmax()]}: {constant})")

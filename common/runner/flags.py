@@ -91,7 +91,8 @@ def add_shared_flags(parser: Parser, example: str) -> None:
         help="which client holds which samples. dirichlet: different shares of the labels; iid:"
         " random equal parts; shards: equal parts with about two labels each; domain: one domain"
         " per client; silos: see --silos; rare: three clients hold a class that nobody else has;"
-        " specialists: most clients hold one class, the others all (default: the example's on glyphs, domain with --rotate or --test-domain,"
+        " specialists: most clients hold one class, the others all (default: the example's on"
+        " glyphs, domain with --rotate or --test-domain,"
         " silos in uefl.py, else dirichlet)")
     add("--dirichlet", type=positive, default=0.1, metavar="ALPHA",
         help="smaller: the clients' labels differ more")
@@ -186,7 +187,7 @@ def parse(
     typed = {action.dest for action in words if action}
     for action in words:
         if action and action.nargs == "+" and words.count(action) > 1:
-            raise UserError(f"{action.option_strings[0]} is given twice: give all its values at once")
+            raise UserError(f"{action.option_strings[0]} is given twice: give its values together")
     chosen, _ = parser.parse_known_args(argv)  # --dataset, --small and --resume say the defaults
     resume = folder_to_resume(chosen)
     defaults = saved_flags(resume, method) if resume else defaults_for(chosen, settings, small)

@@ -45,6 +45,7 @@ class Run:
     rows    what metrics.csv holds, one dict per round, with numbers as numbers and lists as lists
     t       the last finished round
     images  a number that changes if the data do
+    machine  see machine_of
 
     Makes the folder and starts the clock, or takes up the last checkpoint in it. Raises UserError
     if the folder is taken, if it belongs to other data, or if the ranks do not fit together.
@@ -64,7 +65,7 @@ class Run:
         self.state, self.rows, self.t = {}, [], 0
         self.best = None  # the chosen weights so far, [P]
         self.confusion = None  # of the last evaluation, [classes, classes]
-        self.images = data.fingerprint()
+        self.images, self.machine = data.fingerprint(), machine_of(device)
         self.started = time.monotonic()
         self.save_at = 0.0  # the first round is saved at once
         self.seen = {}  # round -> its line in metrics.csv, of rounds that a kill has undone
@@ -74,13 +75,13 @@ class Run:
             "data": self.images,
             "classes": data.classes,
             "shape": [*data.x.shape[1:]],
-            "machine": machine(device),
+            "machine": self.machine,
             "processes": ranks.COUNT,
         }
         goes_on = args.resume and (self.folder / "args.json").exists()
         if goes_on:
             self._take_up(about, device)
-        ranks.agree({**facts(about), "round": self.t}, "start all alike")
+        ranks.agree({**facts(about), "round": self.t}, "at the start", "start all alike")
         if ranks.RANK == 0:
             write_args(self.folder, about, goes_on)
             if self.rows:
@@ -102,7 +103,7 @@ class Run:
     def _take_up(self, about: dict, device: torch.device) -> None:
         """Goes on from the checkpoint in the folder, if there is one yet."""
         before = read_args(self.folder)
-        then, here = facts(before), before["machine"] == about["machine"]
+        then, here = facts(before), before["machine"] == self.machine
         for what, fact in facts(about).items():
             if then.get(what) != fact:
                 where = f"{self.folder} belongs to other {what}"
@@ -110,7 +111,7 @@ class Run:
         if not here and ranks.RANK == 0:
             print(
                 f"{self.folder} began with {before['machine']}, and goes on with "
-                f"{about['machine']}, so its last digits may differ",
+                f"{self.machine}, so its last digits may differ",
                 file=sys.stderr,
             )
         file = self.folder / "checkpoint.pt"
@@ -143,8 +144,8 @@ class Run:
                the round that has ended
         row    columns of metrics.csv, each a number or numbers: tensors, arrays, lists, tuples.
                `confusion`, how many samples of class i are called j, [classes, classes], is saved
-               and drawn at the end, and the row has its columns' sums as `predicted`, and its
-               diagonal as `hits`
+               at the end, and the row has its columns' sums as `predicted`, and its diagonal as
+               `hits`
 
         Raises UserError if a value is something else, if a resumed run could not read the state, or
         if a round that a kill has undone comes out otherwise than before.
@@ -205,7 +206,6 @@ class Run:
             header = ["class", *(f"called {name}" for name in classes)]
             lines = [header, *([name, *counts] for name, counts in rows)]
             self._write("confusion.csv", _csv(lines))
-            plots.confusion(self.folder / "confusion.png", self.confusion, classes)
         self._save_model("model.pt", weights_in(self.state))
         if picture:
             picture(self, self.state)
@@ -239,13 +239,13 @@ def facts(about: dict) -> dict:
     """What must be the same in all ranks and in a resumed run, of what args.json says."""
     free = (
         "out", "device", "data_dir", "dataset", "processes", "resume", "rounds", "iterations",
-        "seeds", "name", "is_example",
+        "seeds", "name", "is_example", "method_rounds",
     )  # fmt: skip
     flags = {flag: value for flag, value in about["flags"].items() if flag not in free}
     return {**flags, "data": about["data"]}
 
 
-def machine(device: torch.device) -> str:
+def machine_of(device: torch.device) -> str:
     """What the last digits of a number depend on, beside flags, data and code."""
     parts = [f"{name} {version(name)}" for name in ("torch", "torchvision", "numpy", "scipy")]
     on_gpu = device.type == "cuda"
