@@ -74,7 +74,7 @@ def test_the_code_of_the_page_about_python_runs(tmp_path, monkeypatch):
     exec(loop.replace("--rounds 10", "--rounds 1"), names)
     assert names["state"]["t"] == 1 and names["state"]["table"].shape[0] == 80
     monkeypatch.setattr(common.data, "load", lambda *args: make_tiny())
-    learns = "--precision float32 --no-compare --clients 4 --dirichlet 100 --lr 0.1 --local-epochs 20"
+    learns = "--precision float32 --no-compare --clients 4 --dirichlet 100 --local-epochs 20"
     for block in whole_runs:
         exec(block.replace("--rounds 3", f"--rounds 3 {learns}"), names)
     digits, row = names["digits"], read_rows(tmp_path / "runs/first/seed1")[-1]

@@ -6,7 +6,6 @@ from helpers import kept, make_tiny, prepared, read_rows, selections
 from scipy.stats import chisquare, trim_mean
 
 import convex_hull_select
-import entropy_weighting
 import minimax_select
 from common import random_at
 from common.data import Dataset
