@@ -54,13 +54,11 @@ def select(args, clients, trainer, w: Tensor, t: int) -> Tensor:
     2020 (On the Convergence of FedAvg on Non-IID Data) has equal weights, too, but draws with
     replacement.
     """
-    sizes = clients.sizes[clients.ids]
     if args.selection == "power_of_choice":
-        losses, _ = trainer.predict(w, torch.cat(clients.train[: clients.participating]))
-        means = [of_client.mean() for of_client in losses.split(sizes.int().tolist())]
+        losses, _ = trainer.map(train.client_answers, w, clients.ids, clients.train, t)
         trainer.count(clients.ids, 1, len(w) + 1)  # the model goes down, and a loss comes back
-        return power_of_choice(torch.stack(means), clients.per_round)
-    by = sizes if args.selection == "by_size" else None
+        return power_of_choice(losses, clients.per_round).cpu()
+    by = clients.sizes[clients.ids] if args.selection == "by_size" else None
     return splits.sample(clients.ids, clients.per_round, random_at(args.seed, "select", t), by)
 
 

@@ -219,25 +219,17 @@ def client_uncertainty(model, batches, passes, may_use=None):
 
 def report(args, trainer, theta, may_use, t, e, perplexities, code_losses, answers):
     """What is only to be seen after round t, by column of metrics.csv."""
-    clients, confusion = trainer.clients, answers.sum(0)
-    accuracies, codewords = train.accuracy(answers), may_use.sum(1)
-    row = {
-        "uncertainties": e, "accuracies": accuracies, "codewords": codewords,
-        "worst_tenth": train.worst_tenth(accuracies), "id_accuracy": train.accuracy(confusion),
-        "mA": accuracies.mean(), "mE": e.mean(), "confusion": confusion,
-    }  # fmt: skip
+    # Nobody in a domain that is left out has codewords of its own, so it may use all
+    tests = trainer.on_tests(client_uncertainty, theta, t, passes=args.passes)
+    row = {"uncertainties": e, "mE": e.mean(), **train.measures(answers, tests)}
+    accuracies, codewords, groups = row["accuracies"], may_use.sum(1), trainer.clients.groups
+    row |= {"mA": accuracies.mean(), "codewords": codewords}
     if args.codebook_size:
         row |= {"mP": perplexities.mean(), "code_loss": code_losses.mean()}
-    turned = [k for k in range(len(e)) if clients.groups[k] != clients.groups[0]]
+    turned = [k for k in range(len(e)) if groups[k] != groups[0]]
     if args.rotate and turned:  # the example's silos whose angle is not the first one's
         row["turned_accuracy"] = accuracies[turned].mean()
         row["turned_extended"] = (codewords[turned] > args.codebook_size).float().mean()
-    if "ood" in clients.tests:  # a domain that no client has, so with all codewords
-        pieces = clients.tests["ood"].split(1000)
-        ids = torch.arange(len(pieces))
-        *_, answers = trainer.map(client_uncertainty, theta, ids, pieces, t, passes=args.passes)
-        confusion = answers.sum(0)
-        row |= {"ood_accuracy": train.accuracy(confusion), "confusion": confusion}
     return row
 
 

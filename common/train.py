@@ -113,8 +113,7 @@ class Trainer:
         rounds: int | None = None,
         progress: Callable[[int, float], None] = lambda t, share: None,
     ):
-        self.x, self.y, self.labels = data.x.to(device), data.y.to(device), data.y
-        self.classes = len(data.classes)
+        self.x, self.y = data.x.to(device), data.y.to(device)
         self.clients, self.device = clients, torch.device(device)
         self.model = model.to(device, memory_format=torch.channels_last)
         self.local, self.seed = local or LocalTraining(), seed
@@ -156,18 +155,13 @@ class Trainer:
         options        keyword arguments of client_update that are the same for all clients
 
         Returns the clients' weights [K, P] and losses [K] on the device. Raises Diverged if a
-        client's weights or loss are not finite, and UserError if the memory does not suffice, or if
-        the processes do not agree on clients and weights.
+        client's weights or loss are not finite, and UserError if the processes do not agree on
+        clients and weights.
         """
         sizes = [len(self.clients.train[k]) for k in selected]
         mine = self._mine(theta, selected, sizes, t)  # the other processes train the other clients
         total = sum(sizes[i] for i in mine)
-        try:
-            uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
-        except RuntimeError as e:
-            takes = f"{4e-9 * len(selected) * len(theta):.1f} GB"
-            raise UserError(f"the weights of {len(selected)} clients take {takes}, which is too "
-                            "much: see sketch in docs/variations/") from e  # fmt: skip
+        uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
         for i in mine:
             k = int(selected[i])
             set_weights(self.model, theta)
@@ -297,52 +291,56 @@ class Trainer:
         rare_selected    which share of them holds a rare class, if there are rare classes
         """
         clients = self.clients
-        measures = {"selected": selected, "train_loss": losses.mean(), **self.cost()}
+        row = {"selected": selected, "train_loss": losses.mean(), **self.cost()}
         if not self.is_due(t):
-            return measures
-        m, names = clients.participating, [*clients.tests]
-        parts = [*clients.test[:m], *clients.tests.values()]
-        _, predicted = self.predict(theta, torch.cat(parts))
-        sizes = [len(part) for part in parts]
-        predicted = predicted.split(sizes)
-        pairs = [*zip(self.labels[torch.cat(parts)].split(sizes), predicted, strict=True)]
-        hits = [(labels == guess).float() for labels, guess in pairs]
-        shown = [m + names.index("ood")] if "ood" in names else range(m)
+            return row
+        answers = None
         if len(clients.held_out):
-            each = torch.stack([of_client.mean() for of_client in hits[:m]])
-            measures |= {
-                "accuracies": each,
-                "worst_tenth": worst_tenth(each),
-                "id_accuracy": torch.cat(hits[:m]).mean(),
-                "id_selected": torch.cat([hits[k] for k in selected]).mean(),
-            }
-        for name, of_test in zip(names, hits[m:], strict=True):
-            measures[f"{name}_accuracy"] = of_test.mean()
-        labels, guess = (torch.cat(both) for both in zip(*(pairs[i] for i in shown), strict=True))
-        measures["confusion"] = confusion(labels, guess, self.classes)
-        measures["selected_size"] = clients.sizes[selected].mean()
+            _, answers = self.map(client_answers, theta, clients.ids, clients.test, t)
+            row["id_selected"] = accuracy(answers[selected].sum(0))
+        row |= measures(answers, self.on_tests(client_answers, theta, t))
+        row["selected_size"] = clients.sizes[selected].mean()
         if "rare" in clients.tests:
             rare = [clients.groups[k] != "more classes" for k in selected]
-            measures["rare_selected"] = sum(rare) / len(rare)
-        return measures
+            row["rare_selected"] = sum(rare) / len(rare)
+        return row
 
-    @torch.no_grad()
-    def predict(self, theta: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """The model with weights theta on these samples of the pool, int64 [n].
+    def on_tests(self, function: Callable, theta: Tensor, t: int, **options) -> dict[str, Tensor]:
+        """The confusion on each test set that belongs to no client, by its name: [C, C].
 
-        Returns their cross-entropies [n] and the predicted classes, int64 [n], on the CPU. Raises
-        Diverged if a loss is not finite, because the largest of NaN logits would count as class 0.
+        function, options  as for map(); the confusion is the last of what it returns
         """
-        set_weights(self.model, theta)
-        self.model.eval()
-        batches, results = samples.to(self.device).split(self.chunk), {}  # all in one copy
-        for i in ranks.share_out([len(batch) for batch in batches]):
-            x, y = self.batch(batches[i])
-            logits = self.model(x)
-            results[i] = F.cross_entropy(logits, y, reduction="none"), logits.argmax(1)
-        columns = zip(*ranks.gather(results), strict=True)
-        losses, predicted = (torch.cat(column).cpu() for column in columns)
-        return finite(losses), predicted
+        found = {}
+        for name, samples in self.clients.tests.items():
+            pieces = samples.split(1000)  # for several processes
+            ids = torch.arange(len(pieces))
+            *_, answers = self.map(function, theta, ids, pieces, t, **options)
+            found[name] = answers.sum(0)
+        return found
+
+
+@torch.no_grad()
+def client_answers(model: nn.Module, batches: Batches) -> tuple[Tensor, Tensor]:
+    """The mean cross-entropy of a model on these batches, and its confusion [C, C]."""
+    losses, answers = [], 0
+    for x, y in batches:
+        logits = model(x)
+        losses.append(F.cross_entropy(logits, y, reduction="none"))
+        answers = answers + confusion(y, logits.argmax(1), logits.shape[1])
+    return torch.cat(losses).mean(), answers  # the loss shows if the largest logit was a NaN
+
+
+def measures(answers: Tensor | None, tests: Mapping[str, Tensor]) -> dict:
+    """Columns of metrics.csv, from confusions: of the clients [M, C, C], and by test set [C, C]."""
+    row = {}
+    if answers is not None:
+        each = accuracy(answers)
+        row |= {"accuracies": each, "worst_tenth": worst_tenth(each)}
+        row["id_accuracy"] = accuracy(answers.sum(0))
+    for name, of_test in tests.items():
+        row[f"{name}_accuracy"] = accuracy(of_test)
+    row["confusion"] = tests["ood"] if "ood" in tests else answers.sum(0)
+    return row
 
 
 def confusion(labels: Tensor, predicted: Tensor, classes: int) -> Tensor:

@@ -60,14 +60,12 @@ def row(folder):
 
 def main():
     parser = argparse.ArgumentParser(prog="results.report", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "folders", nargs="+", metavar="FOLDER", help="a row, the last one to compare with"
-    )
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a row of the table")
     rows = {}
     for word in parser.parse_args().folders:
         folder = Path(word).resolve()
-        rows.pop(folder, None)  # one that comes twice, as in runs/* runs/fedavg, is the last one
-        if runs := row(folder):
+        runs = rows.pop(folder, None) or row(folder)  # runs/* runs/fedavg names one twice
+        if runs:
             rows[folder] = runs
     if not rows:
         raise UserError("no finished runs: give folders in which runs have left model.pt")

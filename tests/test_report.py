@@ -69,8 +69,11 @@ def test_a_folder_is_a_row_with_its_runs_wherever_they_lie_in_it(tmp_path, compa
         ({}, {"lr": 0.5, "code": "def"}, r"lr 0.1 \(0\), 0.5 \(1\); code abc \(0\), def \(1\)$"),
         ({"rotate": [0, 90]}, {"rotate": [0, 120]}, r"rotate \(0, 90\) \(0\), \(0, 120\) \(1\)$"),
         ({}, {"seed": 0, "out": "elsewhere"}, "0 and .*1 have one seed"),
-        ({"rounds": 9, "method_rounds": 2}, {"rounds": 8, "method_rounds": 2}, None),
-        ({"device": "cpu", "processes": 4}, {"device": "cuda:1", "data_dir": "/data"}, None),
+        (
+            {"rounds": 9, "method_rounds": 2},
+            {"rounds": 8, "method_rounds": 2, "processes": 4},
+            None,
+        ),
     ],
 )
 def test_a_row_may_differ_in_seed_and_test_domain_alone(tmp_path, compared, first, second, says):
@@ -79,10 +82,9 @@ def test_a_row_may_differ_in_seed_and_test_domain_alone(tmp_path, compared, firs
     make_run(tmp_path / "a/1", [0.7], **{"seed": 1, **second})
     if says is None:
         assert compared("a")["a"][0] == "0 1"
-        return
-    with pytest.raises(UserError, match=says) as error:
-        compared("a")
-    assert "\n" not in str(error.value)
+    else:
+        with pytest.raises(UserError, match=says):
+            compared("a")
 
 
 def test_differences_are_paired_over_the_seeds_that_both_have(tmp_path, compared):
@@ -120,11 +122,12 @@ def test_each_kind_of_measure_by_hand():
     run.rows = [{"round": t, "samples": 1000 * t, "megabytes": t / 4} for t in range(1, 8)]
     for row, share in zip(run.rows[:6], [1, 0.5, 0.5, 0.5, 0.5, 0], strict=True):
         row |= {"ood_accuracy": share, "rare_selected": share}
-    header, line, *_ = table.table({"a": [run], "b": [run]})
+    header, line, _, difference = table.table({"a": [run], "b": [run]})
     assert dict(zip(header, line, strict=True)) == {
         "": "a", "seeds": "3", "ood_accuracy": "40.0", "rare_selected, all evaluations": "50.0",
         "samples, in all": "7,000", "megabytes, in all": "1.8",
     }  # fmt: skip
+    assert difference == ("a - b", "3", "+0.0", "+0.0", "", "")
 
 
 def test_what_rows_do_not_share_is_named(tmp_path, printed):
@@ -166,7 +169,6 @@ def test_a_file_that_a_spreadsheet_saved_is_read(tmp_path, compared):
         ("metrics.csv", "round\tid_accuracy\n1\t0.5\n"),
         ("metrics.csv", ""),
         ("args.json", "{"),
-        ("args.json", '{"flags": [0, 1]}'),
         ("args.json", '{"flags": {"name": "FedAvg", "rounds": 1}}'),
         ("model.pt", None),  # it has not finished
     ],

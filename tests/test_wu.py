@@ -297,5 +297,5 @@ def test_with_everybody_or_random_clients_and_equal_weights_all_are_fedavg(start
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
 def test_updates_that_are_all_zero_end_the_run_in_one_line(start, launched, method):
     said = launched(method, f"{CUT} {METHODS[method]} --lr 1e-12", start)
-    line = f"{method.__name__}.py: round 1: an update is zero or not finite: change --lr"
+    line = f"{method.__name__}.py: run: round 1: an update is zero or not finite: change --lr"
     assert said == (2, [line])

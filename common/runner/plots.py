@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import cycle, pairwise
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib
@@ -34,6 +34,7 @@ STYLE = {
     "axes.spines.right": False,
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
+    "figure.constrained_layout.h_pad": 0.08,  # else a first title touches the edge
     "image.aspect": "auto",
     "image.cmap": "Greys",
     "image.interpolation": "nearest",
@@ -74,8 +75,7 @@ def curves(file: Path, runs: Mapping[str, Sequence]) -> None:
             values = np.array([[of_run[t] for t in at] for of_run in numbers])
             of_labels[label] = at, values * (100 if in_percent(column) else 1)
         found.append((column, measure.title, of_labels))
-    changes = pairwise(first.rows)
-    ends = [a["round"] for a, b in changes if a.get("iteration") != b.get("iteration")]
+    *ends, _ = {row.get("iteration"): row["round"] for row in first.rows}.values()
     panels(file, found, len(first.data.classes), ends)
 
 
@@ -134,7 +134,6 @@ def samples(file: Path, data: Dataset, title: str) -> None:
     """
     names = data.domains[:10]
     with picture(file, 7.5, 1.3 * len(names) + 0.2) as figure:
-        figure.get_layout_engine().set(h_pad=0.08)  # the first title else touches the edge
         all_axes = figure.subplots(len(names), 1, squeeze=False)[:, 0]
         for d, axes in enumerate(all_axes):
             positions = torch.nonzero(data.domain == d).flatten()  # folders are sorted by class
@@ -168,9 +167,9 @@ def weights(run, counts: Tensor, entropies: Tensor, alphas: Mapping[str, Tensor]
         labels.set(title="what a client holds: a colour is a class", yticks=[])
         edges = np.arange(len(order) + 1) - 0.5
         for i, (name, alpha) in enumerate(alphas.items()):
-            fill = {"fill": True} if i == 0 else {"baseline": None}  # or only the line on top
-            style = {"color": COLOURS[i], "ls": LINES[i], "lw": 1.5, **fill}
-            weight.stairs(100 * alpha[order].numpy(), edges, label=name, **style)
+            style = {"color": COLOURS[i], "ls": LINES[i], "lw": 1.5, "label": name, "fill": i == 0}
+            base = 0 if i == 0 else None  # of the others only the top
+            weight.stairs(100 * alpha[order].numpy(), edges, baseline=base, **style)
         weight.set(title="how much it counts in the average (percent)")
         weight.set(xlabel="client, from the lowest entropy of labels to the highest")
         figure.legend(loc=BELOW, ncols=4)
@@ -254,7 +253,7 @@ def uncertainties(run, state: dict) -> None:
     names = [f"silo {k}, {run.clients.groups[k]}{unit}" for k in run.clients.ids]
     file, height = run.folder / "uncertainties.png", 1.3 + 0.25 * len(names)
     with picture(file, max(5, 2.4 * len(ends) + 1), height) as figure:
-        figure.suptitle("a silo whose bar crosses the dotted line then gets more words (codewords)")
+        figure.suptitle("a silo whose bar crosses the line gets more words, if the run goes on")
         all_axes = figure.subplots(1, len(ends), squeeze=False, sharex=True, sharey=True)[0]
         for axes, row in zip(all_axes, ends.values(), strict=True):
             e = np.array(row["uncertainties"])
@@ -263,6 +262,5 @@ def uncertainties(run, state: dict) -> None:
             for k, n in enumerate(row["codewords"]):
                 axes.text(0, k, f" {n:.0f} words", va="center")
             axes.axvline(threshold, color="black", ls=":", lw=0.9)
-            end = " (the end)" if row is run.rows[-1] else ""
-            axes.set(title=f"after round {row['round']}{end}", xlabel="uncertainty (nats)")
+            axes.set(title=f"after round {row['round']}", xlabel="uncertainty (nats)")
         all_axes[0].invert_yaxis()

@@ -58,7 +58,7 @@ def differing(of_names: Mapping[str, Mapping]) -> str:
 
 def unlike(rows: Mapping[str, Sequence]) -> str:
     """What rows do not share: settings, and run by run what they ran on and how long."""
-    own = ["name", "method", "code", "rounds"]
+    own = ["name", "method", "code", "rounds"]  # rounds as they came out, below
     texts = [differing({label: settings(runs[0], own) for label, runs in rows.items()})]
     *_, last = rows.values()
     for run in last:
@@ -75,9 +75,9 @@ def unlike(rows: Mapping[str, Sequence]) -> str:
 def score(run, column: str) -> float:
     """A run's number in the table: see measures.Measure. nan if nothing was measured."""
     found = [row[column] for row in run.rows if row.get(column) is not None]
-    which = measure_of(column).table
-    if which != "all":
-        found = found[-1:] if which == "end" else found[-LAST:]
+    kind = measure_of(column).table
+    if kind != "all":
+        found = found[-1:] if kind == "end" else found[-LAST:]
     return (100 if in_percent(column) else 1) * float(np.mean(found)) if found else np.nan
 
 
