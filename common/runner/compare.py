@@ -142,7 +142,6 @@ def show(args: Namespace, runs: Runs) -> None:
     plots.curves(Path(args.out) / "curves.png", runs)
     label, *baselines = runs  # the first baseline comes last, because a table compares with that
     table.report({name: runs[name] for name in (label, *reversed(baselines))})
-    errors(next(iter(runs.values()))[0])
     for name, of_name in runs.items():
         describe(name, of_name)
     print(f"Metrics, models and pictures are in {args.out}")
@@ -161,16 +160,6 @@ def folder_of(out: str, name: str, label: str) -> str:
 def percent(share: float) -> str:
     """A share as percent with one decimal."""
     return f"{100 * share:.1f}"
-
-
-def errors(run: Run) -> None:
-    """Prints chance, and the sampling error of a share of 50 % on each of the test sets."""
-    tests = {"ID": run.clients.held_out, **run.clients.tests}
-    chance = percent(1 / len(run.data.classes))
-    # 98 / sqrt(n) is 1.96 standard errors at 50 %, where they are largest
-    found = [f"± {98 / len(x) ** 0.5:.1f} {name}" for name, x in tests.items() if len(x)]
-    found = ", ".join(found).replace("ood", "OOD")
-    print(f"Chance: {chance}. Sampling error (95 %), in points: at most {found}.")
 
 
 def describe(name: str, runs: Sequence[Run]) -> None:
