@@ -243,16 +243,13 @@ def silos(
     """
     rng, has_test = random_at(seed, "split"), len(data.test) > 0
     domains, available = data.domain[pool].unique(return_counts=True)
-    if len(numbers) != len(domains) or not sum(numbers):
+    size = size if has_test else round(size / (1 - HELD_OUT))
+    fit = len(numbers) == len(domains) and (torch.tensor(numbers) * size <= available).all()
+    if not fit or not sum(numbers):
         raise UserError(
             f"--partition silos needs --silos: give a number for each of {len(domains)} domains, "
-            "not all of them 0"
-        )
-    size = size if has_test else round(size / (1 - HELD_OUT))
-    if (torch.tensor(numbers) * size > available).any():
-        raise UserError(
-            f"{numbers} silos of {size} samples do not fit into domains of {available.tolist()}: "
-            "lower --silo-size"
+            f"not all of them 0, or lower --silo-size, because a silo takes {size} samples, and "
+            f"the domains have {available.tolist()}"
         )
 
     def take(source: Tensor, size: int | None = None) -> Parts:
