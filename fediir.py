@@ -175,18 +175,15 @@ def build_model(args, shape, classes):
 # start from Kaiming-normal weights. Our images are in -1..1 and not augmented. Their digits are in
 # 0..1, and their images of 224 pixels are cropped, flipped, jittered and turned grey.
 #
-# EXAMPLE, on coloured glyphs, is ours, and so are glyphs and SMALL. A narrower model needs a larger
-# gamma. In the example a batch is all of a client's data, and v is 0, so the penalty compares just
+# The example, on coloured glyphs, is ours, and so are glyphs and SMALL. A narrower model needs a
+# larger gamma. In the example a batch is all of a client's data, and v is 0, so the penalty compares just
 # those gradients of which g~ is the mean. With other batches, or an older g~, it charges more than
 # disagreement, and at this lr and gamma that ruins the model (docs/fediir_limits.md).
-EXAMPLE = dict(
-    test_domain="test", model="convnet", width=0.125, lr=0.1, batch_size=6000, local_epochs=1,
-    gamma=50.0, ema=0.0, rounds=120, evaluate_every=5, precision="float32",
-)  # fmt: skip
 SETTINGS = {
-    "colours": EXAMPLE,
-    "colours-control": EXAMPLE,
-    "colours-grey": EXAMPLE | dict(gamma=0.0),
+    "colours": dict(
+        test_domain="test", model="convnet", width=0.125, lr=0.1, batch_size=6000, local_epochs=1,
+        gamma=50.0, ema=0.0, rounds=120, evaluate_every=5, precision="float32",
+    ),
     "glyphs": dict(
         test_domain="mono", clients=12, model="convnet", width=0.125, lr=0.05, momentum=0.9,
         batch_size=32, local_epochs=1, gamma=0.3, rounds=18, evaluate_every=2,

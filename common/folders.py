@@ -27,13 +27,14 @@ from tqdm.contrib.concurrent import thread_map
 from common import UserError, first_line, random_at, ranks
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
-JUNK = (".", "@", "#", "$", "__")  # begins the names of what systems leave: @eaDir, __MACOSX
+JUNK = (".", "@eaDir", "__MACOSX", "#recycle", "$RECYCLE")  # how systems begin their names
 PARTS = {  # name of a folder in small letters -> which part it is
     "train": "train", "training": "train", "test": "test", "testing": "test",
     "val": "val", "valid": "val", "validation": "val",
 }  # fmt: skip
-PICTURE = r"\b(images?|imgs?|rgb)\b"  # words in names that tell no class ...
-ANNOTATION = r"\b(masks?|labels?|annotations?|depths?|gt|ground ?truth|seg(mentation)?s?)\b"
+ALMOST_PART = re.compile("(?i)train|test|valid|val$")  # in seg_test, which is no domain
+PICTURE = r"\b((jpe?g|png)?images?|imgs?|rgb)\b"  # words in names that are no class ...
+ANNOTATION = r"\b(masks?|labels?|annotations?|depth( maps?)?|gt|ground ?truth|seg(mentation)?s?)\b"
 Row = tuple[str, str, Path]  # train, test or a domain; the class; the image
 
 
@@ -42,14 +43,11 @@ def image_folder(folder: Path, image_size: int) -> dict:
 
     It says on stderr what it understood. Raises UserError for a layout that is none of the three,
     for names of annotations such as masks, for a class without a training or a test image, for the
-    folder of a run, and for an image or a folder that cannot be read.
+    folder of a run, and for an image that cannot be read; and OSError for a folder that cannot.
 
     Returns the fields of a Dataset but its name.
     """
-    try:
-        files = find_files(folder)
-    except OSError as e:
-        raise UserError(f"{folder} cannot be read ({first_line(e)})") from e
+    files = find_files(folder)
     rows = understand(folder, [file for file in files if is_image(file)])
     rows.sort(key=lambda row: (row[0] == "test", row))
     part_of, class_of, images = zip(*rows, strict=True)
@@ -116,7 +114,7 @@ def refuse_annotations(paths: Sequence[Path]) -> None:
     count = Counter(subjects)
     for path, name, subject in zip(paths, names, subjects, strict=True):
         is_second = count[subject] > 1 and re.search(ANNOTATION, name)
-        if is_second or (not subject and path.is_dir()):
+        if is_second or (path.is_dir() and name.strip() and not subject):
             raise UserError(
                 f"{path} has the name of an annotation, not of a class or a picture: take it away, "
                 "rename it, or give the folder itself if it holds the classes"
@@ -135,8 +133,8 @@ def understand(folder: Path, images: Sequence[Path]) -> list[Row]:
         deep = homes[max(homes)]
         raise UserError(
             f"{folder} is not CLASS/*, train|test/CLASS/* or DOMAIN/CLASS/*, because images lie "
-            f"{where}: sort them, or give {deep.parent} if {deep.name} is a class, or "
-            f"{deep.parents[1]} if {deep.parent.name} is a domain"
+            f"{where}: move them, or give {deep.parent} if {deep.name} is a class, or "
+            f"{deep.parent.parent} if {deep.parent.name} is a domain"
         )
     for row in rows:
         if PARTS.get(row[-2].lower(), "train") != "train":  # which may be a vehicle
@@ -145,12 +143,12 @@ def understand(folder: Path, images: Sequence[Path]) -> list[Row]:
         return with_a_fifth_for_testing(rows)
     part_of = {top: PARTS.get(top.lower(), "domain") for top in sorted({row[0] for row in rows})}
     parts = {*part_of.values()}
-    if parts == {"domain"} and len(part_of) > 1:
+    if parts == {"domain"} and len(part_of) > 1 and not any(map(ALMOST_PART.search, part_of)):
         return rows
     if "domain" in parts or len(parts) < max(2, len(part_of)) or "train" not in parts:
         raise UserError(
-            f"{folder} holds {few([*part_of])}, which are neither train and test (or val) nor "
-            f"several domains: remove what is too much, or give {folder / min(part_of)}, say"
+            f"{folder} holds {few([*part_of])}: neither train and test (or val) nor several "
+            f"domains, so rename or remove some, or give {folder / min(part_of)}, say"
         )
     if {"test", "val"} <= parts:
         say(f"{folder}: images for validation are left out, because there are test images")

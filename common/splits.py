@@ -94,8 +94,8 @@ def dirichlet(
         samples = rng.permutation(torch.nonzero(labels == c).flatten().numpy())
         shares = rng.dirichlet(np.full(clients, alpha))
         cuts = np.rint(np.cumsum(shares) * len(samples)).astype(int)
-        for k, part in enumerate(np.split(samples, cuts[:-1])):
-            held[k] += part.tolist()
+        for mine, part in zip(held, np.split(samples, cuts[:-1]), strict=True):
+            mine += part.tolist()
     for samples in held:
         for _ in range(min_size - len(samples)):
             richest = max(held, key=len)
@@ -161,8 +161,8 @@ def of_classes(labels: Tensor, wanted: list[list[int]], size: int, rng: Generato
     owner = torch.full_like(labels, -1)
     # Those who want all classes come first. The others would take the first samples of their class.
     for k in sorted(range(len(wanted)), key=lambda k: -len(wanted[k])):
-        left = mixed[owner[mixed] == -1]
-        mine = left[torch.isin(labels[left], torch.tensor(wanted[k]))][:size]
+        is_left = (owner[mixed] == -1) & torch.isin(labels[mixed], torch.tensor(wanted[k]))
+        mine = mixed[is_left][:size]
         if len(mine) < size:
             raise UserError(
                 f"too few samples of the classes {wanted[k]}: raise --clients, or choose another "
@@ -327,8 +327,8 @@ def participation(
         raise UserError(f"--participating {m} is more than the {clients} clients: lower it")
     if k > m:
         raise UserError(
-            f"a round takes {k} clients (--sample, or its default for this data set), and only {m} "
-            f"of {clients} clients participate: lower --sample, or raise --participating"
+            f"--sample {k}: only {m} of {clients} clients participate; lower it, or raise "
+            "--participating (a --sample that you did not give is this data set's default)"
         )
     return m, k
 

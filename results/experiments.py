@@ -10,6 +10,7 @@ names, and its folder. All run in copies of the code, with a variation if they h
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -77,7 +78,8 @@ def lines(out, columns):
         cells = [row.get(column, "") for column in columns[4:]]
         if any(cells[1:]):  # the first one is the round
             found.append(cells)
-    return [about["flags"]["code"][:7], about["torch"]], found
+    torch = re.search(r"torch ([^,]*)", about["machine"])[1]
+    return [about["flags"]["code"][:7], torch], found
 
 
 def record(folder, name, seed):

@@ -6,7 +6,7 @@ A `c` is a Comparison of tables.py.
 from itertools import chain, groupby
 
 import numpy as np
-from scipy.stats import gmean, ttest_1samp
+from scipy.stats import ttest_1samp
 
 from common.runner import plots
 from common.runner.measures import in_percent, measure_of, span
@@ -82,22 +82,6 @@ def seeds(c):
     return span(c.common).replace(" to ", "-") if c.seeds else f"{len(c.common)}"
 
 
-def rounds(rows):
-    """As McMahan et al.'s table 2: the rounds to a target, seed by seed, and their mean."""
-    lines = [["", "rounds of each seed", "geometric mean", "the paper"]]
-    for c in rows:
-        target = float(c.measure.removeprefix("to "))
-        found = [
-            tables.rounds_to(target, c.rounds, curve) for curve in c.over_experiments(c.values)[0]
-        ]
-        mean = f"{gmean(found):.1f}"
-        if len(found) > 1:
-            _, low, high = np.exp(interval(np.log(found)))
-            mean += f" ({low:.1f} to {high:.1f})"
-        lines.append([c.label, ", ".join(f"{t:.1f}" for t in found), mean, c.paper])
-    return lines
-
-
 def picture(file, rows):
     """A panel for each comparison: both sides over the rounds, with a thin line for each seed.
 
@@ -145,7 +129,7 @@ def main():
     rows = [*chain(*blocks.values())]
     for family in {c.family for c in rows} - {""}:
         correct([c for c in rows if c.family == family])
-    special = {"worth": worth, "also": also, "mcmahan": rounds}
+    special = {"worth": worth, "also": also}
     for (page, name), of_table in blocks.items():
         tables.build(RESULTS / f"../{page}.md", name, special.get(name, table)(of_table))
     for name in {c.picture for c in rows} - {""}:

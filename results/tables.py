@@ -64,15 +64,6 @@ def around(level, count=5):
     return lambda rounds: abs(rounds - level).argsort(kind="stable")[:count]
 
 
-def rounds_to(target, rounds, curve):
-    """The round in which a curve [rounds] reaches the target, or inf: McMahan et al., section 3.
-
-    It is the best value so far that counts, on a line from evaluation to evaluation.
-    """
-    best = np.maximum.accumulate(curve)
-    return np.interp(target - 1e-9, best, rounds, right=np.inf)  # the first round of equal ones
-
-
 def samples(run):
     """The rounds of a run that say how many samples were trained on, and how many since the last.
 
@@ -113,7 +104,7 @@ class Comparison(SimpleNamespace):
     measure           "" for the last five evaluations, "last" for the last one, "all" for all of
                       them, "ratio" for the ratio of the means over all of them; "samples" compares
                       the baseline's last five with the method's at equally many samples trained,
-                      see equal_samples(); "to 99" is for rounds_to()
+                      see equal_samples()
     paper, paper_baseline  what the paper reports, as "42.9 ± 1.1"
     picture           the picture in results/ that shows it, or ""
     """
@@ -190,7 +181,7 @@ class Comparison(SimpleNamespace):
 def recorded_runs():
     """All runs of all CSVs: experiment -> seed -> run."""
     runs = {}
-    for name in ("wu", "mcmahan", "fediir", "uefl", "examples", "silos", "oracle"):
+    for name in ("wu", "fediir", "uefl", "examples", "silos", "oracle"):
         runs |= read(RESULTS / f"{name}.csv")
     return runs
 

@@ -152,23 +152,19 @@ def test_the_level_of_the_paper():
     assert levels == {"29": 1, "39 ± 1": 4, "60": 6, "35": None, "71": None}
 
 
-def test_rounds_to_a_target():
-    """By hand: 60 percent lies halfway between the best so far of round 2 and that of round 4."""
-    assert tables.rounds_to(60, [1, 2, 3, 4], [30, 50, 40, 70]) == pytest.approx(3.5)
-    assert tables.rounds_to(50, [1, 2, 3, 4], [30, 50, 50, 70]) == pytest.approx(2)
-    assert tables.rounds_to(20, [5, 10], [30, 50]) == 5, "before the first evaluation"
-    assert tables.rounds_to(80, [1, 2], [30, 50]) == np.inf
-
-
-def test_the_table_of_rounds():
-    """50 percent lies at 1.6 with the first seed, between rounds 1 and 2, and else at round 4."""
-    rising = [[0.2, 0.7, 0.7, 0.8], [0.1, 0.2, 0.3, 0.5], [0.1, 0.1, 0.1, 0.5]]
-    at = comparison(rising, rising, measure="to 50", paper="3", label="here")
-    _, (label, seeds, mean, paper) = page.rounds([at])
-    assert (label, seeds, paper) == ("here", "1.6, 4.0, 4.0", "3")
-    logs = np.log([1.6, 4, 4])
+def test_the_sentence_on_mcmahans_table_repeats_from_its_csv():
+    """The round in which the best value so far reaches 99 percent, on a line between two rounds."""
+    found = []
+    for run in tables.read(ROOT / "results/mcmahan.csv")["mcmahan/iid-5-10"].values():
+        curve = tables.series(run, "ood_accuracy")
+        best = np.maximum.accumulate([*curve.values()])
+        found.append(np.interp(99 - 1e-9, best, [*curve]))
+    logs = np.log(found)
     low, high = np.exp(ttest_1samp(logs, 0).confidence_interval())
-    assert mean == f"{np.exp(logs.mean()):.1f} ({low:.1f} to {high:.1f})"
+    text = " ".join((ROOT / "results/README.md").read_text().split())
+    *others, last = (f"{t:.1f}" for t in found)
+    assert f"it takes {', '.join(others)} and {last} rounds" in text
+    assert f"{np.exp(logs.mean()):.1f} ({low:.1f} to {high:.1f}) as a geometric mean" in text
 
 
 def test_a_row_without_runs_is_refused_and_one_of_a_single_seed_has_no_interval():
@@ -239,7 +235,9 @@ def finished(folder, seed):
     """A folder as an experiment leaves it, with a baseline."""
     for out in (folder / "x/good" / seed, folder / "x/good" / f"{seed}-random"):
         out.mkdir(parents=True)
-        (out / "args.json").write_text(json.dumps({"flags": {"code": "abcdefgh"}, "torch": "2.14"}))
+        (out / "args.json").write_text(
+            json.dumps({"flags": {"code": "abcdefgh"}, "machine": "torch 2.14, cpu"})
+        )
         (out / "metrics.csv").write_text("round,mA,selected\n1,0.5,4 2\n2,,2 3\n")
 
 

@@ -25,7 +25,6 @@ def launch(main: Callable[[], object]) -> None:
     ranks.may_fork = True
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     torch.set_num_threads(1)  # before anything is computed, because threads do not survive a fork
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (closed by the user)
     if hasattr(sys.stdout, "reconfigure"):  # not in Jupyter's %run, or if the user has closed it
         sys.stdout.reconfigure(errors="replace")  # a terminal may not know ±
     try:

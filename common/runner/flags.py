@@ -221,11 +221,10 @@ def code_of(file: str) -> tuple[str, str]:
     project = Path(__file__).parents[2]
     finder = ModuleFinder([str(Path(file).parent), str(project)])
     finder.run_script(file)  # runs nothing, but reads which modules are imported
-    files = {module.__file__ for module in finder.modules.values() if module.__file__} - {file}
-    contents = {other: Path(other).read_bytes() for other in sorted(files)}
-    common = [text for other, text in contents.items() if project / "common" in Path(other).parents]
-    everything = Path(file).read_bytes() + b"".join(contents.values())
-    return hashlib.sha1(everything).hexdigest(), hashlib.sha1(b"".join(common)).hexdigest()[:7]
+    files = sorted(Path(m.__file__) for m in finder.modules.values() if m.__file__)
+    common = [path for path in files if path.is_relative_to(project / "common")]
+    everything, shared = (b"".join(path.read_bytes() for path in of) for of in (files, common))
+    return hashlib.sha1(everything).hexdigest(), hashlib.sha1(shared).hexdigest()
 
 
 def defaults(method: ModuleType, words: str = "") -> argparse.Namespace:

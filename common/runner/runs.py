@@ -80,16 +80,18 @@ class Run:
         }
         goes_on = args.resume and (self.folder / "args.json").exists()
         if goes_on:
-            self._take_up(about, device)
-        ranks.agree({**facts(about), "round": self.t}, "at the start", "start all alike")
+            self._take_up(device)
+        own = ("out", "device", "data_dir", "dataset", "processes")  # may differ between machines
+        facts = {flag: value for flag, value in vars(args).items() if flag not in own}
+        facts |= {"data": self.images, "round": self.t}
+        ranks.agree(facts, "at the start", "start all alike")
         if ranks.RANK == 0:
             write_args(self.folder, about, goes_on)
             if self.rows:
                 self._write_metrics()  # in its place may be those of more rounds
             plots.partition(self.folder / "partition.png", data, clients)
             if args.partition in ("domain", "silos"):
-                title = "turned by {}°" if args.rotate else "domain {}"
-                plots.samples(self.folder / "samples.png", data, title)
+                plots.samples(self.folder / "samples.png", data)
         self.bar = tqdm(
             desc=f"{args.name} round {self.t}",
             total=self.total,
@@ -100,14 +102,12 @@ class Run:
             **({"disable": True} if ranks.RANK > 0 else {}),  # else TQDM_DISABLE decides
         )
 
-    def _take_up(self, about: dict, device: torch.device) -> None:
+    def _take_up(self, device: torch.device) -> None:
         """Goes on from the checkpoint in the folder, if there is one yet."""
         before = read_args(self.folder)
-        then, here = facts(before), before["machine"] == self.machine
-        for what, fact in facts(about).items():
-            if then.get(what) != fact:
-                where = f"{self.folder} belongs to other {what}"
-                raise UserError(f"{where}: use those, or start a new run")
+        if before["data"] != self.images:
+            raise UserError(f"{self.folder} belongs to other data: use those, or start a new run")
+        here = before["machine"] == self.machine
         if not here and ranks.RANK == 0:
             print(
                 f"{self.folder} began with {before['machine']}, and goes on with "
@@ -233,16 +233,6 @@ class Run:
 def weights_in(state: dict) -> Tensor:
     """The model's weights [P] in what federate() yields: some papers call them w, others theta."""
     return state["w"] if "w" in state else state["theta"]
-
-
-def facts(about: dict) -> dict:
-    """What must be the same in all ranks and in a resumed run, of what args.json says."""
-    free = (
-        "out", "device", "data_dir", "dataset", "processes", "resume", "rounds", "iterations",
-        "seeds", "name", "is_example", "method_rounds",
-    )  # fmt: skip
-    flags = {flag: value for flag, value in about["flags"].items() if flag not in free}
-    return {**flags, "data": about["data"]}
 
 
 def machine_of(device: torch.device) -> str:
