@@ -11,7 +11,7 @@ if not any("test_gpu" in word for word in sys.argv):
 
 import pytest
 import torch
-from helpers import drawn, lines_of, make_tiny
+from helpers import drawn, lines_of, make_tiny, save_each_round
 from matplotlib.figure import Figure
 
 import common.data
@@ -90,15 +90,15 @@ def start_and_stop(start, monkeypatch):
     """
 
     def run_method(method, flags, round, folder):
-        save = runs.Run.save
-
-        def save_or_stop(self):
-            if self.t == round and self.folder.name == folder:
-                raise KeyboardInterrupt
-            save(self)
-
         with monkeypatch.context() as patch:
-            patch.setattr(runs, "SAVE_EVERY", -1)
+            save_each_round(patch.setattr)
+            save = runs.Run.save
+
+            def save_or_stop(self):
+                if self.t == round and self.folder.name == folder:
+                    raise KeyboardInterrupt
+                save(self)
+
             patch.setattr(runs.Run, "save", save_or_stop)
             with pytest.raises(KeyboardInterrupt):
                 start(method, flags)
@@ -110,7 +110,8 @@ def start_and_stop(start, monkeypatch):
 def launched(capsys, monkeypatch, tmp_path):
     """launched(method, "--flag value ...") is the exit code of a program, and its lines on stderr.
 
-    With the fixture `start` as the third argument, it has the tiny data.
+    What it has printed is in launched.out. With the fixture `start` as the third argument,
+    it has the tiny data.
     """
     monkeypatch.chdir(tmp_path)
 
@@ -122,6 +123,7 @@ def launched(capsys, monkeypatch, tmp_path):
             launch(lambda: run(method, flags))
         except SystemExit as end:
             code = end.code
-        return code, lines_of(capsys.readouterr().err)
+        end_of.out, err = capsys.readouterr()
+        return code, lines_of(err)
 
     return end_of

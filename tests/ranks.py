@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # or every child would import it
-from helpers import make_tiny
+from helpers import make_tiny, save_each_round
 from matplotlib.figure import Figure
 
 import common.data
@@ -46,7 +46,7 @@ def on_tiny_data(folder) -> None:
     torch.set_num_threads(1)
     common.data.load = lambda name, *args: make_tiny()
     common.data.rotated = lambda data, *args: data
-    runs.SAVE_EVERY = -1
+    save_each_round()
     Figure.savefig = lambda self, file, **options: Path(file).touch()
 
 

@@ -52,6 +52,6 @@ def launch(main: Callable[[], object]) -> None:
         if not parts:
             raise
     if ranks.LOCAL_RANK == 0:
-        end_of_bar = "\n" if sys.stderr.isatty() else ""
+        end_of_bar = "\n" if sys.stderr.isatty() or len(parts) > 1 else ""  # of a killed rank's
         print(f"{end_of_bar}{Path(sys.argv[0]).name}: {'; '.join(parts)}", file=sys.stderr)
     sys.exit(code)
