@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import prepared, sgd_by_hand
+from helpers import logits_by_hand, prepared, sgd_by_hand
 
 import fedavg
 from common import Diverged, devices, random_at
@@ -10,6 +10,7 @@ from common.splits import Clients, shuffled
 from common.train import (
     LocalTraining,
     Trainer,
+    client_answers,
     get_weights,
     local_solver,
     set_weights,
@@ -50,7 +51,8 @@ def test_a_clients_loss_is_the_mean_over_its_steps(tiny, trainer, solver):
     trainer.local = LocalTraining(epochs=1, batch_size=16, lr=1e-9)
     trainer.clients.train = [tiny.train[:50]]  # in batches of 16, 16, 16 and 2
     order = shuffled(tiny.train[:50], random_at(0, "batches", 1, 0))
-    of_samples, _ = trainer.predict(trainer.initial, order)
+    logits = logits_by_hand(trainer.model, trainer.initial, tiny, order)
+    of_samples = F.cross_entropy(logits, tiny.y[order], reduction="none")
     expected = torch.stack([batch.mean() for batch in of_samples.split(16)]).mean()
     assert torch.allclose(trained(trainer, update=solver)[1], expected, rtol=1e-4)
     assert abs(of_samples.mean() - expected) > 1e-3 * expected, "a mean over samples is another one"
@@ -132,18 +134,23 @@ def test_under_bfloat16_the_forward_pass_alone_rounds(tiny, trainer):
 
 
 @pytest.mark.parametrize("chunk", [250, 9])
-def test_predictions_of_single_samples_are_those_of_batches(tiny, trainer, chunk):
+def test_answers_to_single_samples_are_those_to_batches(tiny, trainer, chunk):
     model = build("resblocks", (1, 8, 8), 3, width=0.01, dropout=0.5)
     model(torch.rand(20, 1, 8, 8))  # gives batch norm other statistics
     trainer = Trainer(tiny, trainer.clients, model.train())
     trainer.chunk, samples, found = chunk, tiny.train[5:70].flip(0), []
     model.register_forward_pre_hook(lambda model, x: found.append(len(x[0])))
-    losses, predicted = trainer.predict(trainer.initial, samples)
+    [loss], [answers] = trainer.map(
+        client_answers, trainer.initial, torch.tensor([0]), [samples], 1
+    )
     assert max(found) == min(chunk, 65) and sum(found) == 65
     assert torch.equal(get_weights(model), trainer.initial), "evaluation changes no statistics"
     logits = torch.cat([model.eval()(tiny.x[k : k + 1].float() / 127.5 - 1) for k in samples])
     nll = -logits.log_softmax(1)[range(len(samples)), tiny.y[samples]]
-    assert torch.equal(predicted, logits.argmax(1)) and torch.allclose(losses, nll, atol=1e-5)
+    expected = torch.zeros(3, 3, dtype=torch.long)
+    for label, guess in zip(tiny.y[samples], logits.argmax(1), strict=True):
+        expected[label, guess] += 1
+    assert torch.equal(answers, expected) and torch.allclose(loss, nll.mean(), atol=1e-5)
 
 
 def test_an_evaluation_by_hand(tiny, trainer):
@@ -189,7 +196,7 @@ def test_results_that_are_not_finite_are_an_error(tiny, trainer, value):
     theta = trainer.initial.clone()
     theta[-1] = value  # the bias of class 2: NaN logits would count as class 0
     with pytest.raises(Diverged, match="not finite: lower --lr"):
-        trainer.predict(theta, tiny.train)
+        trainer.map(client_answers, theta, torch.arange(3), [tiny.train] * 3, 1)
     with pytest.raises(Diverged, match="not finite: lower --lr"):
         trainer.map(lambda *_: torch.tensor(value), theta, torch.arange(3), [tiny.train] * 3, 1)
 
