@@ -201,8 +201,8 @@ def _from_torchvision(name: str, channels: int, pretrained: str, pooled: bool) -
 def _load_weights(net: nn.Module, pretrained: str, weights) -> None:
     """Loads torchvision's `weights`, or those in a file, into `net`, which lacks its last layers.
 
-    The file has a state dict. Raises UserError, which says why the weights cannot be downloaded, or
-    read, or do not fit.
+    The file has a state dict, or a checkpoint that holds one as "state_dict" or "model". Raises
+    UserError, which says why the weights cannot be downloaded, or read, or do not fit.
     """
     try:
         if pretrained == "imagenet":
@@ -211,6 +211,7 @@ def _load_weights(net: nn.Module, pretrained: str, weights) -> None:
         else:
             tip = "give a file of tensors, with names and shapes as in"
             state = torch.load(pretrained, "cpu")  # by default, it runs no code of the file
+            state = state.get("state_dict", state.get("model", state))
         last = "fc.", "classifier."  # net has another layer there, or none
         net.load_state_dict({k: v for k, v in state.items() if not k.startswith(last)})
     except Exception as e:  # many types; UnpicklingError's text advises an unsafe load

@@ -56,10 +56,13 @@ NORMALISE = torchvision.transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.22
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_pretrained_weights_give_torchvisions_features_with_frozen_statistics(tmp_path, channels):
-    """They may be of a run on other classes. UEFL takes the map, not its mean."""
+@pytest.mark.parametrize("key", ["state_dict", "model", None])
+def test_pretrained_weights_give_torchvisions_features_with_frozen_statistics(
+    tmp_path, key, channels
+):
+    """The file may be a checkpoint of a run on other classes. UEFL takes the map, not its mean."""
     theirs, file = with_other_statistics(torchvision.models.resnet18(num_classes=7)), tmp_path / "w"
-    torch.save(theirs.state_dict(), file)
+    torch.save({key: theirs.state_dict(), "epoch": 90} if key else theirs.state_dict(), file)
     theirs.fc, image = nn.Identity(), torch.rand(2, channels, 64, 64)
     expected = theirs.eval()(NORMALISE(image.expand(2, 3, 64, 64)))
     for pooled in (True, False):
