@@ -176,9 +176,10 @@ def build_model(args, shape, classes):
 # 0..1, and their images of 224 pixels are cropped, flipped, jittered and turned grey.
 #
 # The example, on coloured glyphs, is ours, and so are glyphs and SMALL. A narrower model needs a
-# larger gamma. In the example a batch is all of a client's data, and v is 0, so the penalty compares
-# just those gradients of which g~ is the mean. With other batches, or an older g~, it charges more
-# than disagreement, and at this lr and gamma that ruins the model (docs/fediir_limits.md).
+# larger gamma. In the example a batch is all of a client's data, and v is 0, so the penalty
+# compares just those gradients of which g~ is the mean. With other batches, or an older g~, it
+# charges more than disagreement, and at this lr and gamma that ruins the model
+# (docs/fediir_limits.md).
 SETTINGS = {
     "colours": dict(
         test_domain="test", model="convnet", width=0.125, lr=0.1, batch_size=6000, local_epochs=1,
