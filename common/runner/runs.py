@@ -83,7 +83,8 @@ class Run:
             self._take_up(device)
         own = ("out", "device", "data_dir", "dataset", "processes")  # may differ between machines
         facts = {flag: value for flag, value in vars(args).items() if flag not in own}
-        facts |= {"data": self.images, "round": self.t}
+        weights = train.get_weights(model).double().sum().item()
+        facts |= {"data": self.images, "initial weights": weights, "round": self.t}
         ranks.agree(facts, "at the start", "start all alike")
         if ranks.RANK == 0:
             write_args(self.folder, about, goes_on)
