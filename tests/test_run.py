@@ -62,11 +62,11 @@ BASELINES = {  # sibling -> the same run started by hand
     uefl: {"static": "--iterations 1 --rounds 4", "fedavg": "--codebook-size 0 --rounds 4"},
 }
 MORE_FILES = {
-    fediir: {"samples.png", "best_id.pt"},
+    fediir: {"best_id.pt"},
     entropy_weighting: {"weights.png"},
     minimax_select: {"similarity.png"},
     convex_hull_select: {"hull.png"},
-    uefl: {"uncertainties.png", "samples.png"},
+    uefl: {"uncertainties.png"},
 }
 ADVICE = "lower --lr, or the weight of the method's own penalty if it has one"
 

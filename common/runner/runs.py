@@ -91,8 +91,6 @@ class Run:
             if self.rows:
                 self._write_metrics()  # in its place may be those of more rounds
             plots.partition(self.folder / "partition.png", data, clients)
-            if args.partition in ("domain", "silos"):
-                plots.samples(self.folder / "samples.png", data)
         self.bar = tqdm(
             desc=f"{args.name} round {self.t}",
             total=self.total,
