@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from scipy.special import stdtrit  # scipy.stats would take half a second to import
 
-from common.runner.measures import DECIMALS, MEASURES, in_percent, measure_of, span
+from common.runner.measures import DECIMALS, MEASURES, in_percent, measure_of
 
 LAST = 5  # so many evaluations of a run make one number
 NONE = "\N{EN DASH}"  # where nothing was measured
@@ -79,12 +79,6 @@ def score(run, column: str) -> float:
     if kind != "all":
         found = found[-1:] if kind == "end" else found[-LAST:]
     return (100 if in_percent(column) else 1) * float(np.mean(found)) if found else np.nan
-
-
-def covered(run) -> list[int]:
-    """The rounds whose evaluations are this run's number."""
-    columns = {column for column in COLUMNS if measure_of(column).table == "last"}
-    return [row["round"] for row in run.rows if columns & row.keys()][-LAST:]
 
 
 def interval(differences: np.ndarray) -> tuple[float, float, float]:
@@ -172,8 +166,7 @@ def table(rows: Mapping[str, Sequence]) -> list[tuple[str, ...]]:
 
 def report(rows: Mapping[str, Sequence]) -> None:
     """Prints the means of these rows' runs, paired differences, and what the rows do not share."""
-    rounds = span(t for runs in rows.values() for run in runs for t in covered(run))
-    print(f"\nMean of each run's last {LAST} evaluations, rounds {rounds}; shares are in percent:")
+    print(f"\nMean of each run's last {LAST} evaluations; shares are in percent:")
     lines = table(rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for cells in lines:
