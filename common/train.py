@@ -141,6 +141,7 @@ class Trainer:
         theta: Tensor,
         selected: Tensor,
         t: int,
+        /,  # so that an option of client_update can have one of these names, such as theta
         per_client: Mapping[str, Sequence] = {},
         sent: float | Tensor | None = None,
         **options,
@@ -192,6 +193,7 @@ class Trainer:
         ids: Tensor,
         samples: Sequence[Tensor],
         t: int,
+        /,
         per_client: Mapping[str, Sequence] = {},
         **options,
     ) -> list[Tensor]:
