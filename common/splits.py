@@ -255,11 +255,10 @@ def silos(
     def take(source: Tensor, size: int | None = None) -> Parts:
         mixed = [shuffled(source[data.domain[source] == d], rng) for d in domains]
         size = size or min(len(m) // k for m, k in zip(mixed, numbers, strict=True) if k)
-        return [
-            part
-            for m, k in zip(mixed, numbers, strict=True)
-            for part in m[: k * size].view(k, size)
-        ]
+        parts = []
+        for m, k in zip(mixed, numbers, strict=True):
+            parts += m[: k * size].view(k, size)
+        return parts
 
     train = take(pool, size)
     if has_test:

@@ -180,10 +180,9 @@ class Trainer:
             uploads[i, :-1], uploads[i, -1] = get_weights(self.model), loss
         ranks.add_up(uploads)
         self.count(selected, self.local.epochs, 2 * len(theta) if sent is None else 2 * sent)
-        finite = torch.isfinite(uploads.sum(1)).tolist()
-        if not all(finite):
-            k = int(selected[finite.index(False)])
-            raise Diverged(f"client {k} diverged in round {t}: {ADVICE}")
+        for k, upload in zip(selected, uploads, strict=True):
+            if not upload.isfinite().all():
+                raise Diverged(f"client {k} diverged in round {t}: {ADVICE}")
         return uploads[:, :-1], uploads[:, -1]
 
     def map(
