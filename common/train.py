@@ -299,7 +299,7 @@ class Trainer:
         if len(clients.held_out):
             _, answers = self.map(client_answers, theta, clients.ids, clients.test, t)
             row["id_selected"] = accuracy(answers[selected].sum(0))
-        row |= measures(answers, self.on_tests(client_answers, theta, t))
+        row |= accuracy_columns(answers, self.on_tests(client_answers, theta, t))
         row["selected_size"] = clients.sizes[selected].mean()
         if "rare" in clients.tests:
             rare = [clients.groups[k] != "more classes" for k in selected]
@@ -331,7 +331,7 @@ def client_answers(model: nn.Module, batches: Batches) -> tuple[Tensor, Tensor]:
     return torch.cat(losses).mean(), answers  # the loss shows if the largest logit was a NaN
 
 
-def measures(answers: Tensor | None, tests: Mapping[str, Tensor]) -> dict:
+def accuracy_columns(answers: Tensor | None, tests: Mapping[str, Tensor]) -> dict:
     """Columns of metrics.csv, from confusions: of the clients [M, C, C], and by test set [C, C]."""
     row = {}
     if answers is not None:
