@@ -34,9 +34,8 @@ from scipy.linalg import eigh
 from scipy.spatial import ConvexHull
 from torch import Tensor
 
-from common import UserError, random_at, splits, train
-from common.ranks import launch
-from common.runner import compare, flags, plots
+from common import Diverged, UserError, random_at, splits, train
+from common.runner import compare, flags, launch, plots
 
 
 def inner_products(g: Tensor) -> Tensor:
@@ -111,7 +110,7 @@ def select(args, clients, table: Tensor, t: int) -> Tensor:
     try:
         vertices = hull_vertices(table, args.hull_dim, args.unit_length)
     except ValueError as e:
-        raise UserError(f"round {t}: {e}: change --lr") from e
+        raise Diverged(f"round {t}: {e}: change --lr") from e
     inside = clients.ids[~torch.isin(clients.ids, vertices)]
     possible = {"hull": vertices, "interior": inside, "random": clients.ids}[args.selection]
     if not len(possible):
@@ -119,7 +118,7 @@ def select(args, clients, table: Tensor, t: int) -> Tensor:
             f"round {t}: no client lies inside the hull: lower --hull-dim or raise --participating"
         )
     count = min(args.sample or len(vertices), len(vertices), len(possible))
-    return splits.draw(possible, count, random_at(args.seed, "select", t))
+    return splits.sample(possible, count, random_at(args.seed, "select", t))
 
 
 def first_uploads(trainer, w: Tensor, ids: Tensor) -> Tensor:
@@ -148,7 +147,7 @@ def federate(args, clients, trainer, state):
         yield {"t": t, "w": w, "table": table}, trainer.evaluate(w, t, selected, losses)
 
 
-def draw(run, state) -> None:
+def picture(run, state) -> None:
     """hull.png: the clients' latest updates in the space of the hull, and its vertices."""
     points = principal_components(state["table"], run.args.hull_dim, run.args.unit_length)
     plots.hull(run, points, vertices_of(points))
@@ -157,6 +156,8 @@ def draw(run, state) -> None:
 # The settings of section V, unless a line says otherwise. Of 100 clients 40 participate, as there:
 # see participation() in common/splits.py. The paper is silent about the rounds, tunes lr over
 # {0.1, 0.01, 0.001}, and has alpha_i = 1 / K in its theory.
+PAPER = dict(local_epochs=5, batch_size=128, lr=0.1, rounds=200, evaluate_every=5)
+LARGE = PAPER | dict(model="resnet18", local_epochs=3, batch_size=16, lr=0.01)
 SETTINGS = {
     # Ours: three of 80 clients of equal size hold a rare class each. It takes few local steps, in
     # float32, so that rounding moves a run less than another seed does
@@ -164,24 +165,15 @@ SETTINGS = {
         partition="rare", clients=80, hull_dim=4, width=0.25, local_epochs=2, batch_size=30, lr=0.2,
         rounds=100, evaluate_every=5, precision="float32",
     ),
-    # EMNIST-10; we chose the same for mnist, fmnist and gtsrb
-    "other": dict(dirichlet=0.5, local_epochs=5, batch_size=128, lr=0.1, rounds=200),
-    "cifar10": dict(dirichlet=0.1, local_epochs=5, batch_size=128, lr=0.1, rounds=200),
-    # Figure 8
-    "cifar100": dict(
-        dirichlet=0.03, model="resnet18", local_epochs=3, batch_size=16, lr=0.01, rounds=200
-    ),
-    # NICO (figure 9), whose settings are akin to those of CIFAR-100
-    "folder": dict(
-        dirichlet=0.09, model="resnet18", local_epochs=3, batch_size=16, lr=0.01, rounds=200
-    ),
+    "other": PAPER | dict(dirichlet=0.5),  # EMNIST-10, and our choice for the others
+    "cifar10": PAPER | dict(dirichlet=0.1),
+    "cifar100": LARGE | dict(dirichlet=0.03),  # figure 8
+    "folder": LARGE | dict(dirichlet=0.09),  # NICO (figure 9), whose settings are akin to these
 }  # fmt: skip
-SMALL = {  # ours
-    "other": dict(model="cnn", width=0.25, local_epochs=5, batch_size=32, lr=0.05, rounds=20),
-    "folder": dict(
-        model="cnn", width=0.25, local_epochs=5, batch_size=32, lr=0.05, rounds=20, image_size=32
-    ),
-}
+QUICK = dict(  # ours
+    model="cnn", width=0.25, batch_size=32, local_epochs=5, lr=0.05, rounds=20, evaluate_every=1,
+)  # fmt: skip
+SMALL = {"other": QUICK, "folder": QUICK | dict(image_size=32)}
 
 
 def own_flags(add) -> None:
@@ -203,7 +195,9 @@ def main(argv: list[str] | None = None):
         "clients more often than random selection does, and the model knows their classes better"
     )
     shows_in = {"rare_selected": "above", "rare_accuracy": "above", "ood_accuracy": "above"}
-    return compare.run(args, federate, args.selection, baselines, prediction, shows_in, draw=draw)
+    return compare.run(
+        args, federate, args.selection, baselines, prediction, shows_in, picture=picture
+    )
 
 
 if __name__ == "__main__":

@@ -33,8 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import random_at, splits, train
-from common.ranks import launch
-from common.runner import compare, flags
+from common.runner import compare, flags, launch
 
 
 def power_of_choice(losses: Tensor, k: int) -> Tensor:
@@ -55,23 +54,21 @@ def select(args, clients, trainer, w: Tensor, t: int) -> Tensor:
     2020 (On the Convergence of FedAvg on Non-IID Data) has equal weights, too, but draws with
     replacement.
     """
-    sizes = clients.sizes[clients.ids]
     if args.selection == "power_of_choice":
-        losses, _ = trainer.predict(w, torch.cat(clients.train[: clients.participating]))
-        means = [of_client.mean() for of_client in losses.split(sizes.int().tolist())]
-        return power_of_choice(torch.stack(means), clients.per_round)
-    by = sizes if args.selection == "by_size" else None
-    return splits.draw(clients.ids, clients.per_round, random_at(args.seed, "select", t), by)
+        losses, _ = trainer.map(train.client_answers, w, clients.ids, clients.train, t)
+        trainer.count(clients.ids, 1, len(w) + 1)  # the model goes down, and a loss comes back
+        return power_of_choice(losses, clients.per_round).cpu()
+    by = clients.sizes[clients.ids] if args.selection == "by_size" else None
+    return splits.sample(clients.ids, clients.per_round, random_at(args.seed, "select", t), by)
 
 
-def client_update(model, w, batches, optimizer):
-    """ClientUpdate: trains `model` from w [P] on. Returns the mean loss of its steps.
+def client_update(model, batches, optimizer):
+    """ClientUpdate(k, w): trains `model`, which has the weights w. Returns its steps' mean loss.
 
     batches    (x, y), for each local epoch the client's samples in a new random order; the paper
                splits them into batches once
     optimizer  new for each client in each round
     """
-    train.set_weights(model, w)
     losses = []
     for x, y in batches:  # lines 7, 8, 9
         loss = F.cross_entropy(model(x), y)
@@ -99,46 +96,29 @@ def federate(args, clients, trainer, state):
 # The settings of Wu et al., section V, unless a line says otherwise. Of 100 clients 40 participate,
 # as there, and 10 train in a round: see participation() in common/splits.py. The paper is silent
 # about these 10 and about the rounds, and tunes lr over {0.1, 0.01, 0.001}.
+PAPER = dict(local_epochs=5, batch_size=128, lr=0.1, rounds=200, evaluate_every=5)
+LARGE = PAPER | dict(model="resnet18", local_epochs=3, batch_size=16, lr=0.01)
 SETTINGS = {
     # Ours, an example of label skew
-    "glyphs": dict(
-        dirichlet=0.1, width=0.25, local_epochs=5, batch_size=32, lr=0.1, rounds=20
-    ),
-    # EMNIST-10; we chose the same for mnist, fmnist and gtsrb
-    "other": dict(dirichlet=0.5, local_epochs=5, batch_size=128, lr=0.1, rounds=200),
-    "cifar10": dict(dirichlet=0.1, local_epochs=5, batch_size=128, lr=0.1, rounds=200),
-    # Figure 8
-    "cifar100": dict(
-        dirichlet=0.03, model="resnet18", local_epochs=3, batch_size=16, lr=0.01, rounds=200
-    ),
-    # NICO (figure 9), whose settings are akin to those of CIFAR-100
-    "folder": dict(
-        dirichlet=0.09, model="resnet18", local_epochs=3, batch_size=16, lr=0.01, rounds=200
-    ),
+    "glyphs": dict(dirichlet=0.1, width=0.25, local_epochs=5, batch_size=32, lr=0.1, rounds=20),
+    "other": PAPER | dict(dirichlet=0.5),  # EMNIST-10, and our choice for the others
+    "cifar10": PAPER | dict(dirichlet=0.1),
+    "cifar100": LARGE | dict(dirichlet=0.03),  # figure 8
+    "folder": LARGE | dict(dirichlet=0.09),  # NICO (figure 9), whose settings are akin to these
 }  # fmt: skip
-SMALL = {  # ours
-    "other": dict(model="cnn", width=0.25, local_epochs=5, batch_size=32, lr=0.05, rounds=20),
-    "folder": dict(
-        model="cnn", width=0.25, local_epochs=5, batch_size=32, lr=0.05, rounds=20, image_size=32
-    ),
-}
+QUICK = dict(  # ours
+    model="cnn", width=0.25, batch_size=32, local_epochs=5, lr=0.05, rounds=20, evaluate_every=1,
+)  # fmt: skip
+SMALL = {"other": QUICK, "folder": QUICK | dict(image_size=32)}
 
 
 def own_flags(add) -> None:
     kinds, by = ["random", "power_of_choice", "by_size"], ["size", "equal"]
-    add(
-        "--selection",
-        choices=kinds,
-        default="random",
-        help="line 3; by_size: probability n_k / n, so take --weighting equal",
-    )
+    share, by_size = flags.within(float, 0, 0.9), "probability n_k / n, so take --weighting equal"
+    add("--selection", choices=kinds, default="random", help=f"line 3; by_size: {by_size}")
     add("--weighting", choices=by, default="size", help="line 6: n_k / m_t, or 1 / K")
-    add(
-        "--held-out",
-        type=flags.within(float, 0, 0.9),
-        help="share of its samples that a client is tested on; with 0, ID is not measured"
-        " (default: 0.2, or 0.1 with --partition domain)",
-    )
+    add("--held-out", type=share, help="share of its samples that a client is tested on; with 0, ID"
+        " is not measured (default: 0.2, or 0.1 with --partition domain)")  # fmt: skip
 
 
 def main(argv: list[str] | None = None):

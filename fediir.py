@@ -44,9 +44,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-from common import UserError, models, random_at, splits, train
-from common.ranks import launch
-from common.runner import compare, flags
+from common import UserError, models, random_at, splits
+from common.runner import compare, flags, launch
 
 
 def risk_and_gradient(
@@ -63,7 +62,9 @@ def risk_and_gradient(
         raise ValueError("all weights of the classifier are frozen, so it has no gradient")
     with torch.autocast(z.device.type, enabled=False):  # gradients are compared in full precision
         risk = F.cross_entropy(classifier(z.to(omega[0].dtype)), y)
-        gradient = torch.autograd.grad(risk, omega, create_graph=graph)  # lines 4 and 10
+        gradient = torch.autograd.grad(  # lines 4 and 10; of a weight that is not used it is zero
+            risk, omega, create_graph=graph, allow_unused=True, materialize_grads=True
+        )
     return risk, torch.cat([part.flatten() for part in gradient])
 
 
@@ -105,9 +106,8 @@ def fediir_loss(
     return risk + gamma / 2 * penalty  # line 10; the authors' code has no 1/2: double its gamma
 
 
-def client_update(model, theta, batches, optimizer, global_gradient, gamma):
-    """Lines 6 to 11 for one client: trains `model` from theta [P] on. Returns the mean loss."""
-    train.set_weights(model, theta)  # line 6
+def client_update(model, batches, optimizer, global_gradient, gamma):
+    """Lines 7 to 11 for one client: trains `model` from theta on. Returns the mean loss."""
     losses = []
     for x, y in batches:  # lines 7, 8: slices of the shuffled samples, in all one local epoch (5.1)
         loss = fediir_loss(model.features, model.classifier, x, y, global_gradient, gamma)
@@ -135,11 +135,12 @@ def federate(args, clients, trainer, state):
     global_gradient = state.get("global_gradient", 0.0)
     for t in range(state.get("t", 0) + 1, args.rounds + 1):  # line 2
         # Line 3
-        selected = splits.draw(clients.ids, clients.per_round, random_at(args.seed, "select", t))
+        selected = splits.sample(clients.ids, clients.per_round, random_at(args.seed, "select", t))
         [gradients] = trainer.map(client_gradient, theta, selected, clients.train, t)  # [K, Q]
+        trainer.count(selected, 1, 2 * gradients.shape[1])  # grad_omega R_c goes up, g~ down
         g = gradients.mean(0)  # line 4
         global_gradient = args.ema * global_gradient + (1 - args.ema) * g  # line 4
-        theta_c, losses = trainer.train(  # line 5
+        theta_c, losses = trainer.train(  # lines 5, 6
             client_update, theta, selected, t, global_gradient=global_gradient, gamma=args.gamma
         )
         deltas = theta_c - theta  # line 13, here on the server
@@ -154,8 +155,8 @@ def build_model(args, shape, classes):
     Then the gradients of lines 4 and 10 would belong to two functions, because one is taken in
     evaluation mode, and the mean of line 15 would step on variances.
     """
-    more = args.pretrained or ""
-    model = models.build(args.model, shape, classes, args.width, pretrained=more).train()
+    pretrained = args.pretrained
+    model = models.build(args.model, shape, classes, args.width, pretrained=pretrained).train()
     if any(isinstance(layer, BatchNorm) and layer.training for layer in model.modules()):
         raise UserError(f"--model {args.model} has batch norm: take convnet or a ResNet")
     return model
@@ -174,18 +175,16 @@ def build_model(args, shape, classes):
 # start from Kaiming-normal weights. Our images are in -1..1 and not augmented. Their digits are in
 # 0..1, and their images of 224 pixels are cropped, flipped, jittered and turned grey.
 #
-# EXAMPLE, on coloured glyphs, is ours, and so are glyphs and SMALL. A narrower model needs a larger
-# gamma. In the example a batch is all of a client's data, and v is 0, so the penalty compares just
-# those gradients of which g~ is the mean. With other batches, or an older g~, it charges more than
-# disagreement, and at this lr and gamma that ruins the model (docs/fediir_limits.md).
-EXAMPLE = dict(
-    test_domain="test", model="convnet", width=0.125, lr=0.1, batch_size=6000, local_epochs=1,
-    gamma=50.0, ema=0.0, rounds=120, evaluate_every=5, precision="float32",
-)  # fmt: skip
+# The example, on coloured glyphs, is ours, and so are glyphs and SMALL. A narrower model needs a
+# larger gamma. In the example a batch is all of a client's data, and v is 0, so the penalty
+# compares just those gradients of which g~ is the mean. With other batches, or an older g~, it
+# charges more than disagreement, and at this lr and gamma that ruins the model
+# (docs/fediir_limits.md).
 SETTINGS = {
-    "colours": EXAMPLE,
-    "colours-control": EXAMPLE,
-    "colours-grey": EXAMPLE | dict(gamma=0.0),
+    "colours": dict(
+        test_domain="test", model="convnet", width=0.125, lr=0.1, batch_size=6000, local_epochs=1,
+        gamma=50.0, ema=0.0, rounds=120, evaluate_every=5, precision="float32",
+    ),
     "glyphs": dict(
         test_domain="mono", clients=12, model="convnet", width=0.125, lr=0.05, momentum=0.9,
         batch_size=32, local_epochs=1, gamma=0.3, rounds=18, evaluate_every=2,

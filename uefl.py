@@ -51,8 +51,7 @@ from scipy.cluster.vq import kmeans2
 from torch import Tensor
 
 from common import UserError, devices, models, random_at, train
-from common.ranks import launch
-from common.runner import compare, flags, plots
+from common.runner import compare, flags, launch, plots
 
 
 class UEFL(nn.Module):
@@ -62,30 +61,29 @@ class UEFL(nn.Module):
                 tokens after ReLUs point in similar directions, and would use few codewords
     """
 
-    def __init__(self, features: nn.Module, codebook, classifier: nn.Module, token_norm: bool):
+    def __init__(self, features, codebook, classifier, token_norm):
         super().__init__()
         self.codebook = codebook  # the first attribute, so that theta begins with the codewords
         self.features, self.classifier, self.token_norm = features, classifier, token_norm
 
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x):
         """x -> tokens [N, l, d]: h w of them from a feature map [N, d, h, w], one from a vector."""
-        z = self.features(x).to(self.codebook.codewords.dtype)  # line 12; bfloat16 under autocast
-        z = z.flatten(2).mT if z.dim() == 4 else z.unsqueeze(1)
+        z = self.features(x).float()  # line 12; it is bfloat16 under autocast
+        z = z.reshape(*z.shape[:2], -1).mT
         return F.layer_norm(z, z.shape[-1:]) if self.token_norm else z
 
-    def forward(self, x: Tensor, may_use: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x, may_use=None):
         """p = f_C(f_D(f_E(x))) (equation 1): x -> logits [N, C] and L_code."""
         c, code_loss, _ = self.codebook(self.encode(x), may_use)
         return self.classifier(c.mT).float(), code_loss  # line 14; channels come first, as in a map
 
-    def uses(self, may_use: Tensor) -> Tensor:
+    def uses(self, may_use):
         """Which weights of theta each client uses, bool [K, P]: all but the others' codewords.
 
         may_use  bool [K, V]
         """
         words = may_use.repeat_interleave(self.codebook.codewords.shape[1], 1)
-        weights = sum(t.numel() for t in train.weights_of(self))
-        return F.pad(words, (0, weights - words.shape[1]), value=True)
+        return F.pad(words, (0, len(train.get_weights(self)) - words.shape[1]), value=True)
 
 
 class ExtensibleCodebook(nn.Module):
@@ -105,7 +103,7 @@ class ExtensibleCodebook(nn.Module):
         super().__init__()
         if dim % segments:
             raise ValueError(f"tokens of {dim} channels cannot be cut into {segments} segments")
-        self.segments, self.commitment, self.beta = segments, commitment, beta
+        self.commitment, self.beta = commitment, beta
         self.codewords = nn.Parameter(torch.randn(size, dim // segments))  # line 2, a Gaussian
 
     def forward(
@@ -119,27 +117,25 @@ class ExtensibleCodebook(nn.Module):
         wrong `may_use`.
         """
         v, tokens = len(self.codewords), tokens.to(self.codewords.dtype)
-        if not v:
-            return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
         if may_use is None:
-            may_use = torch.ones(v, dtype=torch.bool, device=tokens.device)
+            may_use = tokens.new_ones(v).bool()
         usable = may_use.nonzero().flatten()
+        if not v:
+            return tokens, tokens.new_zeros(()), usable
         if may_use.dtype != torch.bool or may_use.shape != (v,) or not len(usable):
             raise ValueError(f"may_use must be bool [{v}] with at least one True")
-        with torch.autocast(tokens.device.type, enabled=False):
-            z = tokens.reshape(-1, self.codewords.shape[1])
-            exact = "donot_use_mm_for_euclid_dist"  # of large, nearly equal numbers, too
-            distances = torch.cdist(z, self.codewords[usable], compute_mode=exact)
-            indices = usable[distances.argmin(1)]  # line 13, equation 4
-            c = self.codewords[indices]
-            # Both are means, and the first has a weight of 0.25, as in the authors' code. The paper
-            # has sums, and beta, without a value, for the second
-            loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
-            loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
-            # As in VQ-VAE, the task's gradient for c goes to z; codewords learn from L_code alone
-            straight_through = z + (c - z).detach()
-        indices = indices.view(*tokens.shape[:-1], self.segments)
-        return straight_through.view(tokens.shape), loss, indices
+        z = tokens.reshape(-1, self.codewords.shape[1])
+        exact = "donot_use_mm_for_euclid_dist"  # of large, nearly equal numbers, too
+        distances = torch.cdist(z, self.codewords[usable], compute_mode=exact)
+        indices = usable[distances.argmin(1)]  # line 13, equation 4
+        c = self.codewords[indices]
+        # Both are means, and the first has a weight of 0.25, as in the authors' code. The paper
+        # has sums, and beta, without a value, for the second
+        loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
+        loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
+        # As in VQ-VAE, the task's gradient for c goes to z; codewords learn from L_code alone
+        straight_through = z + (c - z).detach()
+        return straight_through.view(tokens.shape), loss, indices.view(*tokens.shape[:-1], -1)
 
     @torch.no_grad()
     def extend(self, codewords: Tensor) -> None:
@@ -147,18 +143,9 @@ class ExtensibleCodebook(nn.Module):
         self.codewords.data = torch.cat([self.codewords, codewords.to(self.codewords)])
         self.codewords.grad = None  # it has the old shape
 
-    @torch.no_grad()
-    def resize(self, size: int) -> None:
-        """Makes room for this many codewords, which are zero until set_weights() writes them."""
-        self.codewords.data = self.codewords.new_zeros(size, self.codewords.shape[1])
 
-
-def client_update(model, theta, batches, optimizer, may_use):
-    """Lines 6 and 12 to 17 for one client: trains `model` from theta [P] on.
-
-    Returns the mean loss.
-    """
-    train.set_weights(model, theta)  # line 6
+def client_update(model, batches, optimizer, may_use):
+    """Lines 12 to 17 for one client, where `model` has the weights theta. Returns the mean loss."""
     losses = []
     for x, y in batches:
         logits, code_loss = model(x, may_use)
@@ -174,40 +161,41 @@ def client_update(model, theta, batches, optimizer, may_use):
 def average(theta: Tensor, thetas: Tensor, sizes: Tensor, uses: Tensor) -> Tensor:
     """Line 20: each weight is averaged over the clients that use it, by n_k.
 
-    theta   the server's weights [P]; one that no client uses stays as it is
+    theta   the server's weights [P]; one that no client with samples uses stays as it is
     thetas  the clients' weights after training [K, P]
     sizes   n_k [K]
     uses    bool [K, P], true if client k uses this weight
 
     Section 3.2 has "the clients that utilize" a codeword: we take those that may use it.
     """
-    n = sizes.to(theta)[:, None] * uses
+    n = sizes.to(theta.device).float()[:, None] * uses  # float16 would end at 65,504 samples
     mean = (n * thetas).sum(0) / n.sum(0)  # line 20, also for the statistics of batch norm
-    return torch.where(uses.any(0), mean, theta)
+    return torch.where(n.sum(0) > 0, mean, theta).to(theta)
 
 
-def predictive_entropy(probabilities: Tensor) -> Tensor:
-    """Equation 6: probabilities of T passes [T, N, C] -> the entropy of their mean, in nats [N].
+def predictive_entropy(p: Tensor) -> Tensor:
+    """Equation 6: probabilities p of T passes [T, N, C] -> the entropy of their mean, in nats [N].
 
     The paper's line 22 lacks the minus sign. Raises ValueError if a row is no distribution.
     """
-    p = probabilities
     if p.dim() != 3 or not ((p >= 0).all() and ((p.sum(-1) - 1).abs() <= 0.01).all()):  # or NaN
-        raise ValueError("probabilities must be [passes, samples, classes], and each row sum to 1")
+        raise ValueError("p must be [passes, samples, classes], and each row sum to 1")
     return torch.special.entr(p.mean(0)).sum(-1)  # line 22
 
 
 def uncertain(entropies: Tensor, gamma: float) -> Tensor:
     """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K].
 
-    Section 3.4 also tried the mean in place of the smallest.
+    Section 3.4 also tried the mean in place of the smallest. Raises ValueError for NaN.
     """
+    if entropies.isnan().any():
+        raise ValueError("an entropy is NaN, which is neither above the threshold nor below")
     return entropies > (1 + gamma) * entropies.min()  # lines 8, 24
 
 
 @torch.no_grad()
-def client_evaluation(model, batches, passes, may_use=None):
-    """Line 22 for one client: its uncertainty e_k, perplexity, L_code, and confusion [C, C].
+def client_uncertainty(model, batches, passes, may_use=None):
+    """Line 22 for one client: e_k, and beside it its perplexity, L_code, and confusion [C, C].
 
     e_k is the mean entropy of the held-out samples, as in the authors' code, without labels. The
     confusion is that of the mean probabilities of the same T passes with dropout, while the other
@@ -216,51 +204,32 @@ def client_evaluation(model, batches, passes, may_use=None):
     exp(entropy) of how often a codeword is used.
     """
     model.classifier.train()  # so that dropout stays on
-    entropies, code_losses, indices, answers = [], [], [], 0
+    seen = []
     for x, y in batches:
         c, code_loss, index = model.codebook(model.encode(x), may_use)  # once for all passes
         p = torch.stack([model.classifier(c.mT).float().softmax(1) for _ in range(passes)])
-        entropies.append(predictive_entropy(p))
-        code_losses.append(code_loss.expand(len(y)))
-        indices.append(index.flatten())
-        answers = answers + train.confusion(y, p.mean(0).argmax(1), p.shape[2])
-    usage = torch.bincount(torch.cat(indices)).float()
+        answers = train.confusion(y, p.mean(0).argmax(1), p.shape[2])
+        code_losses = code_loss.expand(len(y))  # one per sample, for their mean
+        seen.append((predictive_entropy(p), code_losses, index.flatten(), answers[None]))
+    entropies, code_losses, indices, answers = map(torch.cat, zip(*seen, strict=True))
+    usage = indices.bincount().float()
     perplexity = torch.special.entr(usage / usage.sum()).sum().exp()
-    return torch.cat(entropies).mean(), perplexity, torch.cat(code_losses).mean(), answers
+    return entropies.mean(), perplexity, code_losses.mean(), answers.sum(0)
 
 
-def evaluate(args, clients, trainer, theta, may_use, t, losses, last):
-    """What is to be seen after round t, by column of metrics.csv; line 22: uncertainties e [K].
-
-    losses  of training [K]
-    last    the last round of this iteration, which is evaluated in any case
-    """
-    row = {"selected": clients.ids, "train_loss": losses.mean()}
-    if t != last and not trainer.is_due(t):
-        return row
-    e, perplexities, code_losses, answers = trainer.map(
-        client_evaluation, theta, clients.ids, clients.test, t, {"may_use": may_use},
-        passes=args.passes,
-    )  # fmt: skip
-    accuracies = train.accuracy(answers)
-    row |= {
-        "uncertainties": e.cpu(), "accuracies": accuracies, "codewords": may_use.sum(1),
-        "worst_tenth": train.worst_tenth(accuracies), "id_accuracy": train.accuracy(answers.sum(0)),
-        "mA": accuracies.mean(), "mE": e.mean(), "confusion": answers.sum(0),
-    }  # fmt: skip
+def report(args, trainer, theta, may_use, t, e, perplexities, code_losses, answers):
+    """What is only to be seen after round t, by column of metrics.csv."""
+    # Nobody in a domain that is left out has codewords of its own, so it may use all
+    tests = trainer.on_tests(client_uncertainty, theta, t, passes=args.passes)
+    row = {"uncertainties": e, "mE": e.mean(), **train.accuracy_columns(answers, tests)}
+    accuracies, codewords, groups = row["accuracies"], may_use.sum(1), trainer.clients.groups
+    row |= {"mA": accuracies.mean(), "codewords": codewords}
     if args.codebook_size:
         row |= {"mP": perplexities.mean(), "code_loss": code_losses.mean()}
-    turned = [k for k in range(len(e)) if clients.groups[k] != clients.groups[0]]
+    turned = [k for k in range(len(e)) if groups[k] != groups[0]]
     if args.rotate and turned:  # the example's silos whose angle is not the first one's
-        extended = may_use[turned].sum(1) > args.codebook_size
         row["turned_accuracy"] = accuracies[turned].mean()
-        row["turned_extended"] = extended.float().mean()
-    if "ood" in clients.tests:  # a domain that no client has, so with all codewords
-        pieces = clients.tests["ood"].split(1000)
-        ids = torch.arange(len(pieces))
-        *_, answers = trainer.map(client_evaluation, theta, ids, pieces, t, passes=args.passes)
-        confusion = answers.sum(0)
-        row |= {"ood_accuracy": train.accuracy(confusion), "confusion": confusion}
+        row["turned_extended"] = (codewords[turned] > args.codebook_size).float().mean()
     return row
 
 
@@ -268,41 +237,11 @@ def evaluate(args, clients, trainer, theta, may_use, t, losses, last):
 def client_codewords(model, batches, size, rng):
     """Line 9 for one client: K-means centroids of all its segments, [size, d / s]."""
     width = model.codebook.codewords.shape[1]
-    segments = torch.cat([model.encode(x).reshape(-1, width) for x, _ in batches]).double()
+    segments = torch.cat([model.encode(x).reshape(-1, width) for x, _ in batches])
     with warnings.catch_warnings(action="ignore"):  # if segments are few or equal, so are codewords
         # k-means++ and ten steps, on the segments of all training samples
-        centroids, _ = kmeans2(segments.cpu().numpy(), size, minit="++", rng=rng)  # line 9
-    return torch.from_numpy(centroids).to(segments.device, torch.float32)
-
-
-def extend(args, clients, trainer, theta, may_use, uncertain_clients, t):
-    """Lines 9 and 10: new codewords for each uncertain client. Returns theta and may_use.
-
-    Only this client may use them, as we read section 3.1, while 3.2 speaks of "the clients that
-    utilize" a codeword. Line 10 adds v of them, and so do we, while tables 11, 14 and 16 double the
-    codebook.
-    """
-    rngs = [random_at(args.seed, "codewords", t, k) for k in clients.ids.tolist()]
-    [words] = trainer.map(
-        client_codewords, theta, uncertain_clients, clients.train, t, {"rng": rngs},
-        size=args.codebook_size,
-    )  # fmt: skip
-    train.set_weights(trainer.model, theta)
-    trainer.model.codebook.extend(words.flatten(0, 1))
-    owns = clients.ids[:, None] == uncertain_clients.repeat_interleave(args.codebook_size)
-    may_use = torch.cat([may_use, owns.to(may_use.device)], dim=1)  # line 10
-    return train.get_weights(trainer.model), may_use
-
-
-def initialise(args, clients, trainer, state):
-    """Line 2: theta [P], and the codewords that each client may use, bool [K, V]: the first v.
-
-    Or those of the state, for which the model then has as many codewords.
-    """
-    all_clients = trainer.initial.new_ones(clients.participating, args.codebook_size)
-    may_use = state.get("may_use", all_clients.bool())
-    trainer.model.codebook.resize(may_use.shape[1])
-    return state.get("theta", trainer.initial), may_use
+        centroids, _ = kmeans2(segments.cpu().double().numpy(), size, minit="++", rng=rng)  # line 9
+    return torch.from_numpy(centroids)
 
 
 def federate(args, clients, trainer, state):
@@ -310,35 +249,62 @@ def federate(args, clients, trainer, state):
 
     In the listing, lines 8 to 10 stand in the loop over rounds, while sections 3.1 and 3.2 add
     codewords once per iteration, as we do: at its end, for the clients that are uncertain then.
+    Only these may use them, as we read section 3.1, while 3.2 speaks of "the clients that utilize"
+    a codeword. Line 10 adds v of them, and so do we, while tables 11, 14 and 16 double the
+    codebook.
 
-    state  {} at the start, or what was yielded last
+    state    {} at the start, or what was yielded last
+    may_use  the codewords that each client may use, bool [K, V]
     """
     n = clients.sizes[clients.ids]  # line 1: all silos are clients, with n_k samples
-    theta, may_use = initialise(args, clients, trainer, state)  # line 2
-    t, e = state.get("t", 0), state.get("e", torch.zeros(len(n))).cpu()  # line 3
+    theta = state.get("theta", trainer.initial)  # line 2
+    may_use = state.get("may_use", theta.new_ones(len(n), args.codebook_size).bool())
+    codewords = trainer.model.codebook.codewords
+    codewords.data = theta.new_zeros(may_use.shape[1], codewords.shape[1])  # room for theta's
+    t, e = state.get("t", 0), state.get("e", torch.zeros(len(n)))  # line 3
     for iteration in range(state.get("iteration", 1), args.iterations + 1):  # line 4
         last = args.rounds + (iteration - 1) * args.later_rounds  # line 23: later ones may be fewer
-        for t in range(t + 1, last + 1):  # line 5
-            # Lines 6, 7, 19: [K, P], [K]
+        while t < last:  # line 5
+            t += 1
+            per_client = {"may_use": may_use}
+            uses = trainer.model.uses(may_use)
+            # Lines 6, 7, 19: theta goes to all clients; their weights [K, P] and losses [K] return
             thetas, losses = trainer.train(
-                client_update, theta, clients.ids, t, {"may_use": may_use}
+                client_update, theta, clients.ids, t, per_client, sent=uses.sum(1)
             )
-            theta = average(theta, thetas, n, trainer.model.uses(may_use))  # line 20
-            row = evaluate(args, clients, trainer, theta, may_use, t, losses, last)
-            e = row.get("uncertainties", e)  # line 22
+            theta = average(theta, thetas, n, uses)  # line 20
+            row = {"selected": clients.ids, "train_loss": losses.mean()}
+            if t == last or trainer.is_due(t):
+                # Line 22: [K]
+                e, *others = trainer.map(
+                    client_uncertainty, theta, clients.ids, clients.test, t, per_client,
+                    passes=args.passes,
+                )  # fmt: skip
+                trainer.count(clients.ids, numbers=1)  # e_k goes up
+                row |= report(args, trainer, theta, may_use, t, e, *others)
             state = {"t": t, "theta": theta, "may_use": may_use, "e": e, "iteration": iteration}
-            yield state, row | {"iteration": iteration}
-        uncertain_clients = clients.ids[uncertain(e, args.gamma)]  # line 8
-        if not len(uncertain_clients) or iteration == args.iterations:  # line 24
+            yield state, row | {"iteration": iteration, **trainer.cost()}
+        growing = clients.ids[uncertain(e, args.gamma).cpu()]  # line 8
+        if not len(growing) or iteration == args.iterations:  # line 24
             return
-        # Lines 9, 10
-        theta, may_use = extend(args, clients, trainer, theta, may_use, uncertain_clients, t)
+        rngs = [random_at(args.seed, "codewords", t, k) for k in clients.ids.tolist()]
+        # Line 9: [new, v, d / s]
+        [words] = trainer.map(
+            client_codewords, theta, growing, clients.train, t, {"rng": rngs},
+            size=args.codebook_size,
+        )  # fmt: skip
+        trainer.count(growing, 1, words[0].numel())
+        trainer.model.codebook.extend(words.flatten(0, 1))  # map() has given the model theta
+        theta = train.get_weights(trainer.model)
+        owns = clients.ids[:, None] == growing.repeat_interleave(args.codebook_size)
+        may_use = torch.cat([may_use, owns.to(may_use.device)], dim=1)  # line 10
 
 
 def build_model(args, shape, classes):
     """Lines 1 and 2: UEFL's model with the layers of a model of common/models.py."""
-    more = args.pretrained or ""
-    base = models.build(args.model, shape, classes, args.width, args.dropout, more, pooled=False)
+    base = models.build(
+        args.model, shape, classes, args.width, args.dropout, args.pretrained, pooled=False
+    )
     if not any(isinstance(layer, nn.Dropout) for layer in base.classifier):
         raise UserError(f"--model {args.model} has no dropout, so passes are equal: choose another")
     if base.dim % args.segments:
@@ -363,6 +329,7 @@ PAPER = dict(
     optimizer="adam", lr=1e-4, batch_size=1024, local_epochs=20,
     precision="tf32",  # on a CPU float32, in which all our results were measured
 )  # fmt: skip
+COLOUR = PAPER | dict(model="vgg16")
 SETTINGS = {
     "glyphs": PAPER | dict(
         silos=[3, 1, 1], silo_size=1000, model="cnn", width=0.25, codebook_size=6, commitment=0.02,
@@ -370,10 +337,10 @@ SETTINGS = {
     ),
     "other": PAPER,
     "mnist": PAPER | dict(codebook_size=32, gamma=0.3),
-    "gtsrb": PAPER | dict(model="vgg16"),
-    "cifar10": PAPER | dict(model="vgg16", gamma=0.2),
+    "gtsrb": COLOUR,
+    "cifar10": COLOUR | dict(gamma=0.2),
     # Four segments of 64 words; appendix L takes 32 words with them
-    "cifar100": PAPER | dict(model="vgg16", silo_size=4000, segments=4),
+    "cifar100": COLOUR | dict(silo_size=4000, segments=4),
     "folder": PAPER | dict(model="resnet18", partition="domain", rotate=None),
 }  # fmt: skip
 QUICK = dict(
@@ -390,21 +357,16 @@ SMALL = {  # ours
 
 def own_flags(add) -> None:
     whole, number = flags.within(int, 1), flags.within(float, 0)
-    size = flags.within(int, 0, 10**6)
-    add("--codebook-size", type=size, default=64, help="v, per extension; 0: FedAvg (--rounds)")
+    size, share = flags.within(int, 0, 10**6), flags.within(float, 0, 0.99)
+    add("--codebook-size", type=size, help="v, per extension; 0: FedAvg (--rounds)")
     add("--segments", type=whole, default=1, help="s, parts of a token with a codeword each")
-    add("--gamma", type=number, default=0.1, help="equation 7; larger: fewer clients are extended")
+    add("--gamma", type=number, help="equation 7; larger: fewer clients are extended")
     add("--iterations", type=whole, default=5, help="at most; with 1 nobody is extended")
-    add("--later-rounds", type=whole, default=20, help="of iterations after the first (--rounds)")
+    add("--later-rounds", type=whole, help="of iterations after the first (--rounds)")
     add("--commitment", type=number, default=0.25, help="weight of ||sg(c) - z||^2")
     add("--beta", type=number, default=1.0, help="weight of ||c - sg(z)||^2")
     add("--token-norm", action=BooleanOptionalAction, default=True, help="layer norm of tokens")
-    add(
-        "--dropout",
-        type=flags.within(float, 0, 0.99),
-        default=0.1,
-        help="probability of both dropout layers",
-    )
+    add("--dropout", type=share, default=0.1, help="probability of both dropout layers")
     add("--passes", type=whole, default=20, help="T, forward passes to measure uncertainty")
 
 
@@ -413,7 +375,7 @@ def main(argv: list[str] | None = None):
     label = "UEFL"  # both baselines get as many rounds as UEFL has taken
     baselines = {"static": {"iterations": 1}, "FedAvg": {"codebook_size": 0, "iterations": 1}}
     if not args.codebook_size:
-        label, baselines, args.iterations = "FedAvg", {}, 1  # nobody is extended
+        label, args.iterations = "FedAvg", 1  # nobody is extended, so both baselines are the same
     if args.sample:
         raise UserError("--sample: in UEFL all clients train in each round; see --participating")
     prediction = (

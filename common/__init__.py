@@ -1,12 +1,22 @@
 """What the six methods share. The first lines of each module say what it is for."""
 
+import sys
 import zlib
 
 import numpy as np
+import torch
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+    print(f"torch {torch.__version__} is too old: install 2.11 or newer", file=sys.stderr)
+    sys.exit(2)
 
 
 class UserError(Exception):
     """A user's mistake. The message is one line: what is wrong, and what to do about it."""
+
+
+class Diverged(UserError):
+    """A run cannot go on, because its numbers are no longer finite. Runs with other seeds can."""
 
 
 def first_line(error: BaseException) -> str:

@@ -8,10 +8,8 @@ ten thousand clients need ten thousand small tensors, but no copy of an image.
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -21,23 +19,16 @@ from common import UserError, first_line
 from common.folders import decode, image_folder
 from common.glyphs import coloured, glyphs
 
-COLOURS = {  # how often the colour agrees with the label in three domains, and if it is left out
-    "colours": ((1.0, 0.6, 0.1), False),
-    "colours-control": ((0.8, 0.8, 0.1), False),
-    "colours-grey": ((1.0, 0.6, 0.1), True),
-}
-DRAWN = ["glyphs", *COLOURS]  # by the program, so that no download is needed
+OFFLINE = ["glyphs", "colours"]  # drawn by the program, so that no download is needed
 PUBLIC = {  # name -> torchvision's class, and how many training and test images there are
     "mnist": ("MNIST", 60_000, 10_000),
     "fmnist": ("FashionMNIST", 60_000, 10_000),
     "emnist": ("EMNIST", 240_000, 40_000),  # the digits
-    "emnist-letters": ("EMNIST", 124_800, 20_800),
-    "emnist-balanced": ("EMNIST", 112_800, 18_800),
     "cifar10": ("CIFAR10", 50_000, 10_000),
     "cifar100": ("CIFAR100", 50_000, 10_000),
     "gtsrb": ("GTSRB", 26_640, 12_630),
 }
-NAMES = [*DRAWN, *PUBLIC]
+NAMES = [*OFFLINE, *PUBLIC]
 
 
 @dataclass
@@ -71,59 +62,39 @@ class Dataset:
         return crc
 
 
-def load(
-    name: str,
-    root: str | Path = "data",
-    image_size: int = 96,
-    rotate: Sequence[float] = (),
-    seed: int = 0,
-) -> Dataset:
+def load(name: str, root: str | Path = "data", image_size: int = 96) -> Dataset:
     """The data set with this name, or the one in the folder at this path.
 
     root        folder of the data sets; downloads go there, too
     image_size  height and width to which a folder's images are scaled
-    rotate      angles for rotated()
-    seed        seed for rotated()
 
     Raises UserError if there is no such data set, if it cannot be read and cannot be downloaded, or
     if a data set with a name has not as many images as it should.
     """
-    # A folder of images that has changed since the last call is read anew
-    place = Path(root, name) if name in NAMES else Path(name)
-    stats = [(str(path), path.lstat()) for path in place.rglob("*")]
-    files = frozenset((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
-    return _load(name, Path(root), image_size, tuple(rotate), seed, files)
-
-
-@lru_cache(maxsize=1)  # a run and its baselines share their data
-def _load(name, root, image_size, rotate, seed, files) -> Dataset:
-    """load() of what is in these files."""
+    root, folder = Path(root).expanduser(), Path(name).expanduser()
     jpegs, batches = root / "cifar10", root / "cifar-10-batches-py"  # its images, torchvision's
     if name == "glyphs":
-        data = Dataset(name, **glyphs())
-    elif name in COLOURS:
-        data = Dataset(name, **coloured(*COLOURS[name]))
-    elif name == "cifar10" and jpegs.is_dir() and not batches.exists():
+        return Dataset(name, **glyphs())
+    if name == "colours":
+        return Dataset(name, **coloured())
+    if name not in PUBLIC:
+        if not folder.is_dir():
+            raise UserError(
+                f"--dataset {name}: no such folder or data set; choose from {', '.join(NAMES)}, or "
+                "give a folder of images"
+            )
+        return Dataset(folder.resolve().name, **image_folder(folder, image_size))
+    if name == "cifar10" and jpegs.is_dir() and not batches.exists():
         data = Dataset(name, **image_folder(jpegs, 32))
-    elif name in NAMES:
-        data = _from_torchvision(name, root)
-    elif Path(name).is_dir():
-        data = Dataset(Path(name).name, **image_folder(Path(name), image_size))
     else:
+        data = _from_torchvision(name, root)
+    found, expected = (len(data.train), len(data.test)), PUBLIC[name][1:]
+    if found != expected:
         raise UserError(
-            f"--dataset {name}: no such folder or data set; choose from {', '.join(NAMES)}, or "
-            "give a folder of images"
+            f"{name} in {root}/ has {found} training and test images, and not {expected}: remove "
+            "its folder there, so that it is downloaded again"
         )
-    found = len(data.train), len(data.test)
-    if name in PUBLIC and found != PUBLIC[name][1:]:
-        raise UserError(
-            f"{name} in {root}/ has {found} training and test images, and not {PUBLIC[name][1:]}: "
-            "remove its folder there, so that it is downloaded again"
-        )
-    return rotated(data, rotate, seed) if rotate else data
-
-
-load.cache_clear = _load.cache_clear
+    return data
 
 
 def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
@@ -151,18 +122,6 @@ def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
     return replace(data, x=x, domain=domain, domains=[f"{angle:g}" for angle in angles])
 
 
-@contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """Only one process at a time is in here: the first downloads, and the others wait for it."""
-    with ExitStack() as stack:
-        with suppress(ImportError, OSError):  # Windows has no fcntl, a read-only folder no download
-            import fcntl
-
-            root.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(stack.enter_context(open(root / ".lock", "w")), fcntl.LOCK_EX)
-        yield
-
-
 def _from_torchvision(name: str, root: Path) -> Dataset:
     """A data set of torchvision, downloaded into `root` if it is not there yet."""
     from torchvision import datasets
@@ -171,10 +130,9 @@ def _from_torchvision(name: str, root: Path) -> Dataset:
     try:
         for split in ("train", "test"):
             options = {"split": split} if name == "gtsrb" else {"train": split == "train"}
-            if name.startswith("emnist"):
-                options["split"] = name.partition("-")[2] or "digits"
-            with _alone(root):
-                part = getattr(datasets, PUBLIC[name][0])(str(root), download=True, **options)
+            if name == "emnist":
+                options["split"] = "digits"
+            part = getattr(datasets, PUBLIC[name][0])(str(root), download=True, **options)
             if name == "gtsrb":  # files of many sizes
                 files, part.targets = zip(*part._samples, strict=True)
                 part.data = decode(files, 32)
@@ -192,9 +150,7 @@ def _from_torchvision(name: str, root: Path) -> Dataset:
         x = x.permute(0, 3, 1, 2)
     if "mnist" in name:  # is grey
         x = x.unsqueeze(1)
-    if name.startswith("emnist"):  # stores each image transposed
+    if name == "emnist":  # stores each image transposed
         x = x.mT
-    if name == "emnist-letters":  # counts from 1, and has a name for 0, too
-        y, classes = y - 1, classes[1:]
     train, test = torch.arange(len(x)).tensor_split([len(images[0])])
     return Dataset(name, x.contiguous(), y, train, test, classes)

@@ -2,8 +2,10 @@
 
 import ctypes
 import os
+import random
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from common import UserError, first_line, models, random_at, ranks
@@ -11,26 +13,42 @@ from common import UserError, first_line, models, random_at, ranks
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
-def keep_freed_memory() -> None:
-    """Stops glibc from returning freed memory, so that each batch reuses the last one's buffers.
+def set_up(device: str, precision: str, model: str) -> tuple[torch.device, str]:
+    """The device and the precision that these names, or `auto`, mean here.
 
-    Blocks above 128 MB, such as a round's uploads, still go back at once: small blocks would be cut
-    from them, so the next uploads would not fit there.
+    Sets what holds for the whole program, too: each rank's GPU, the choices of cuDNN, and how the
+    system gets freed memory back.
 
-    On CIFAR-10 with batches of 128, the system took 2, 3 and 2 s of a run with it, and 16, 2 and
-    25 s without it, beside 30 to 38 s of the program itself.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    sizes = (1 << 27, 1 << 25)  # old versions refuse the first
-    if mallopt and any(mallopt(M_MMAP_THRESHOLD, size) for size in sizes):
-        mallopt(M_TRIM_THRESHOLD, 1 << 30)
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of this name. With `auto` (a GPU if there is one) or `cuda`, each rank has one.
+    device     with `auto` (a GPU if there is one) or `cuda`, each rank has one
+    precision  tf32 is float32, but a GPU's convolutions round their factors to 10 bits. All other
+               products stay exact, among them those of the server. `auto` takes bfloat16 if the
+               hardware multiplies in it, else tf32. On a GPU it takes tf32 for the models of
+               models.OWN, too: they are so small that starting a kernel takes longer than its work,
+               and each cast to bfloat16 is a kernel. On a CPU, tf32 means float32
 
     Raises UserError if the device does not exist, or if two ranks would share a GPU.
     """
+    found = _device(device)
+    on_gpu = found.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(found)
+        torch.backends.cudnn.deterministic = True  # a resumed run must end with the same bytes
+        ranks.connect_gpus()
+    if precision == "auto":
+        if on_gpu:
+            fast = model not in models.OWN and torch.cuda.is_bf16_supported(False)
+        else:
+            can = torch.cpu.get_capabilities()
+            fast = can.get("avx512_bf16") or can.get("amx_bf16")
+        precision = "bfloat16" if fast else "tf32"
+    if precision == "tf32" and not on_gpu:
+        precision = "float32"
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    _keep_freed_memory()
+    return found, precision
+
+
+def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if ranks.COUNT > 1 and name.startswith("cuda"):
@@ -47,39 +65,42 @@ def pick_device(name: str) -> torch.device:
             raise RuntimeError("only cpu and cuda were tried")
     except (RuntimeError, AssertionError) as e:
         why = first_line(e)[:120]
-        raise UserError(f"--device {name} cannot be used ({why}): choose auto or cpu") from e
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.deterministic = True  # a resumed run must end with the same bytes
-        ranks.connect_gpus()
+        raise UserError(f"--device {name} cannot be used ({why}): choose cpu") from e
     return device
 
 
-def pick_precision(name: str, device: torch.device, model: str) -> str:
-    """The precision that this device has for this name. On a CPU, tf32 means float32.
+def _keep_freed_memory() -> None:
+    """Stops glibc from returning freed memory, so that each batch reuses the last one's buffers.
 
-    tf32 is float32, but a GPU's convolutions round their factors to 10 bits. All other products
-    stay exact, among them those of the server. `auto` takes bfloat16 if the hardware multiplies in
-    it, else tf32. On a GPU it takes tf32 for the models of models.OWN, too: they are so small that
-    starting a kernel takes longer than its work, and each cast to bfloat16 is a kernel.
+    Blocks above 128 MB, such as a round's uploads, still go back at once: small blocks would be cut
+    from them, so the next uploads would not fit there.
+
+    On CIFAR-10 with batches of 128, the system took 2, 3 and 2 s of a run with it, and 16, 2 and
+    25 s without it, beside 30 to 38 s of the program itself.
     """
-    on_gpu = device.type == "cuda"
-    if name == "auto":
-        if on_gpu:
-            fast = model not in models.OWN and torch.cuda.is_bf16_supported(False)
-        else:
-            can = torch.cpu.get_capabilities()
-            fast = can.get("avx512_bf16") or can.get("amx_bf16")
-        name = "bfloat16" if fast else "tf32"
-    if name == "tf32" and not on_gpu:
-        name = "float32"
-    torch.backends.cudnn.allow_tf32 = name == "tf32"
-    return name
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    sizes = (1 << 27, 1 << 25)  # old versions refuse the first
+    if mallopt and any(mallopt(M_MMAP_THRESHOLD, size) for size in sizes):
+        mallopt(M_TRIM_THRESHOLD, 1 << 30)
+
+
+def seed_all(seed: int, purpose: str, *where: int) -> None:
+    """Starts the global generators of random, numpy and torch at this address (see random_at).
+
+    Nothing in this project draws from the first two, but a line that somebody adds may do so.
+    """
+    rng = random_at(seed, purpose, *where)
+    torch.manual_seed(int(rng.integers(2**63)))
+    random.seed(int(rng.integers(2**63)))
+    np.random.seed(rng.integers(2**32, size=4))
 
 
 @contextmanager
 def seeded(device: torch.device, seed: int, purpose: str, *where: int):
-    """Inside, torch's global generators, for dropout and initialisation, start at this address."""
+    """Inside, the global generators start at this address, and afterwards they go on as before."""
+    before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(int(random_at(seed, purpose, *where).integers(2**63)))
+        seed_all(seed, purpose, *where)
         yield
+    random.setstate(before[0])
+    np.random.set_state(before[1])

@@ -1,13 +1,22 @@
-"""Folders of images as the world has them: which image is of which class, domain and part."""
+"""Folders of images: which image is of which class, domain and part.
 
-import os
+A folder has one of three exact layouts, which docs/data.md shows as pictures:
+
+    CLASS/*              a fifth of each class, always the same images, is for testing
+    train|test/CLASS/*   val/ may take the place of test/, and is left out if both are there
+    DOMAIN/CLASS/*       no test set; a domain may also be a client that holds some of the classes
+
+Everything else is refused, because a wrong guess would be a wrong result.
+"""
+
 import re
 import sys
 import unicodedata
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import numpy as np
 import torch
@@ -17,182 +26,149 @@ from tqdm.contrib.concurrent import thread_map
 
 from common import UserError, first_line, random_at, ranks
 
-ENDINGS = [".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"]
-JUNK = (".", "@", "#", "$", "__")  # begins the names of what is hidden, such as @eaDir and __MACOSX
-SPLIT = re.compile(  # a word of its own, as in Training, seg_test, imagesVal or train2017
-    r"((?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))"
-    r"(?i:(train|test|val)(s|ing|id|idation|set|data)?)[A-Z\d]*(?![a-z])"
-)
-DEEP = re.compile(r";16[BLN]|'ppm.*\d{4}\)\)")  # how Pillow's decoders name over 8 bits per channel
+ENDINGS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+JUNK = (".", "@eaDir", "__MACOSX", "#recycle", "$RECYCLE")  # how systems begin their names
+PARTS = {  # name of a folder in small letters -> which part it is
+    "train": "train", "training": "train", "test": "test", "testing": "test",
+    "val": "val", "valid": "val", "validation": "val",
+}  # fmt: skip
+ALMOST_PART = re.compile("(?i)train|test|valid|val$")  # in seg_test, which is no domain
+PICTURE = r"\b((jpe?g|png)?images?|imgs?|rgb)\b"  # words in names that are no class ...
+ANNOTATION = r"\b(masks?|labels?|annotations?|depth( maps?)?|gt|ground ?truth|seg(mentation)?s?)\b"
+Row = tuple[str, str, Path]  # train, test or a domain; the class; the image
 
 
 def image_folder(folder: Path, image_size: int) -> dict:
-    """The images in a folder that has one of these layouts (docs/data.md shows them).
+    """The images in a folder, scaled to image_size x image_size.
 
-    CLASS/*              a fifth of the images, always the same ones, are for testing
-    train|test/CLASS/*   val/ may take the place of test/, and is left out if both are there
-    DOMAIN/CLASS/*       no test set; a domain may also be a client that holds some of the classes
-
-    Every program decodes them anew, a few thousand per second, and scales them to image_size x
-    image_size. It says on stderr what it understood, and what could be a mistake. Raises UserError
-    for any other layout, for two names that look the same, for a run or a link to a folder inside
-    it, and for an image or the name of a folder that cannot be read.
+    It says on stderr what it understood. Raises UserError for a layout that is none of the three,
+    for names of annotations such as masks, for a class without a training or a test image, for the
+    folder of a run, and for an image that cannot be read; and OSError for a folder that cannot.
 
     Returns the fields of a Dataset but its name.
     """
-    rows = find_images(folder)
-    parts = {row[0] for row in rows}
-    is_split = bool(parts & {"train", "val", "test"})
-    test = "val" if parts & {"val", "test"} == {"val"} else "test"
-    if {"val", "test"} <= parts:
-        rows = [row for row in rows if row[0] != "val"]
-        say(f"{folder}: val/ is left out, because there is test/")
-    parts, classes = (sorted({row[i] for row in rows}) for i in (0, 1))
-    check_names(folder, parts)
-    check_names(folder, classes)
-    for name in classes:
-        if SPLIT.fullmatch(name) and name.lower() != "train":  # which may be a vehicle
-            raise UserError(
-                f"{folder}: {name} would be a class: sort it as {name}/CLASS/, or rename"
-            )
-    held = {row[:2] for row in rows}
-    wanted = {(part, name) for part in ("train", test) for name in classes}
-    if is_split and held != wanted:
-        raise UserError(
-            f"{folder} must hold the same classes in train/ and {test}/, and no other folder: "
-            f"see {'/'.join(min(held ^ wanted))}"
-        )
-    domains = [] if is_split or parts == [""] else parts
-    if parts == [""]:  # CLASS/*
-        drawn = random_at(0, "test").permutation(len(rows)) < len(rows) // 5
-        rows = [(test if d else "train", *row[1:]) for d, row in zip(drawn, rows, strict=True)]
-    rows.sort(key=lambda row: (row[0] == test, row))
-    part_of, class_of, files = zip(*rows, strict=True)
-    is_test = torch.tensor([part == test for part in part_of])
+    files = find_files(folder)
+    rows = understand(folder, [file for file in files if is_image(file)])
+    rows.sort(key=lambda row: (row[0] == "test", row))
+    part_of, class_of, images = zip(*rows, strict=True)
+    classes, domains = sorted({*class_of}), sorted({*part_of} - {"train", "test"})
+    holders = Counter(name for _, name in {row[:2] for row in rows})
+    rare = [name for name in classes if holders[name] < (len(domains) or 2)]
+    if rare and not domains:
+        raise UserError(f"{folder}: {few(rare)} has no training image, or no test image")
+    is_test = torch.tensor([part == "test" for part in part_of])
+    train, test = torch.nonzero(~is_test).flatten(), torch.nonzero(is_test).flatten()
+    understood = {
+        "classes": classes,
+        "domains": domains,
+        "classes that some domain lacks": rare,
+        "kinds of files left out": sorted({f.suffix or f.name for f in files if not is_image(f)}),
+    }
+    lists = [f"{len(names)} {what} ({few(names)})" for what, names in understood.items() if names]
+    say(f"{folder}: {len(train)} training and {len(test)} test images, {', '.join(lists)}")
 
-    text = f"{len(domains)} domains ({few(domains)}), " if domains else ""
-    text += f"{(~is_test).sum()} training and {is_test.sum()} test images"
-    text += ", a fifth that was drawn" if parts == [""] else ""
-    say(f"{folder}: {len(classes)} classes ({few(classes)}), {text}")
-    owners = Counter(name for _, name in held)
-    alone = set(domains) - {part for part, name in held if owners[name] > 1}
-    if alone or len(held) < len(domains) * len(classes) / 2:
-        what = f"no class of {few(sorted(alone))} is in another domain"
-        say(
-            f"{folder}: {what if alone else 'most domains lack most classes'}: this is right for a "
-            "folder per client, but if the domains are classes, swap the two levels"
-        )
-
-    x, places = decode(files, image_size), defaultdict(set)
-    for pixels, part in zip(x, part_of, strict=True):
-        places[hash(pixels.numpy().tobytes())].add(part)
-    copies = len(files) - len(places)
-    if copies:
-        twice = sum(len(found) > 1 for found in places.values())
-        both = "two domains" if domains else "the training and in the test set"
-        say(f"{folder}: {copies} images are copies of others, and {twice} images are in {both}")
-    y = torch.tensor([classes.index(name) for name in class_of])
-    pool = torch.arange(len(files))
-    domain = torch.tensor([parts.index(part) for part in part_of]) if domains else None
+    x = decode(images, image_size)
+    trained, tested = ({hash(x[i].numpy().tobytes()) for i in part} for part in (train, test))
+    if trained & tested:
+        say(f"{folder}: {len(trained & tested)} test images are copies of training images")
     return {
-        "x": x, "y": y, "train": pool[~is_test], "test": pool[is_test], "classes": classes,
-        "domain": domain, "domains": domains,
+        "x": x, "y": torch.tensor([classes.index(name) for name in class_of]),
+        "train": train, "test": test, "classes": classes, "domains": domains,
+        "domain": torch.tensor([domains.index(part) for part in part_of]) if domains else None,
     }  # fmt: skip
 
 
-def find_images(folder: Path) -> list[tuple[str, str, Path]]:
-    """The part, the class and the path of each image in a folder, in the order of the paths.
+def find_files(folder: Path, depth: int = 0) -> list[Path]:
+    """The files in a folder and in all folders inside it, sorted, without JUNK.
 
-    The part is train, val or test, the name of a domain, or "" if the layout is CLASS/*. A folder
-    in which there is nothing but one folder of folders is stepped into, and so is such a part.
+    Raises UserError if a folder has no images or is a run's, and for names that cannot be used.
     """
-    homes, others, folders = defaultdict(list), [], [folder]
-    for path in sorted(folder.rglob("*")):
-        place = path.relative_to(folder).parts
-        is_junk = any(name.startswith(JUNK) for name in place)
-        if path.is_dir():
-            if path.is_symlink():  # it could lead to the same images again
-                raise UserError(f"{path} is a link to a folder: put the folder itself there")
-            folders += [] if is_junk else [path]
-        elif path.name == "metrics.csv":
-            raise UserError(
-                f"{path.parent} is the folder of a run, and its pictures are no data: "
-                f"move it out of {folder}"
-            )
-        elif is_junk or len(place) < 2 or path.suffix.lower() not in ENDINGS:
-            others.append(path)
-        else:
-            homes[path.parent].append(path)
-    full = {path for home in homes for path in (home, *home.parents)}
-    for path in folders:
-        if path not in full:
-            raise UserError(
-                f"{path} holds no images ({' '.join(ENDINGS)}) in folders of classes: add some, "
-                "remove it, or give a folder without it"
-            )
-    if others:
-        kinds = few(sorted({path.suffix or path.name for path in others}))
-        say(f"{folder}: left out {len(others)} files ({kinds}); the first is {others[0]}")
+    paths = sorted(path for path in folder.iterdir() if not path.name.startswith(JUNK))
+    if any(path.name == "metrics.csv" for path in paths):
+        raise UserError(f"{folder} is the folder of a run, and its pictures are no data")
+    if depth > 6:  # perhaps by a link to a folder above
+        raise UserError(f"{folder} is too deep: give a folder further in, or remove a link")
+    if folder.name.encode(errors="ignore").decode() != folder.name:  # no table could show it
+        raise UserError(f"the name of the folder {folder.name!a} is not UTF-8: rename it")
+    refuse_annotations([path for path in paths if is_image(path) or path.is_dir()])
+    files = []
+    for path in paths:
+        files += find_files(path, depth + 1) if path.is_dir() else [path]
+    if not any(map(is_image, files)):
+        raise UserError(f"{folder} holds no images ({' '.join(ENDINGS)}): add some, or remove it")
+    return files
 
-    outer, tops, places = shared_parent(homes), defaultdict(list), {}
-    for home in homes:
-        tops[home.relative_to(outer).parts[0]].append(home)
-    stepped = {outer} - {folder}
-    named = {}  # train, test or val -> the folder that is called so
-    for top, inside in tops.items():
-        inner, part = shared_parent(inside), split_name(top)
-        if part and named.setdefault(part, top) != top and inner != outer:
+
+def is_image(path: Path) -> bool:
+    return path.name.lower().endswith(ENDINGS)
+
+
+def refuse_annotations(paths: Sequence[Path]) -> None:
+    """Raises UserError if one of these paths in a folder has the name of an annotation.
+
+    So has a folder that is called masks or images, and x_mask.png or GT-x.png beside x.png.
+    """
+    between_words = r"[\W_]+|(?<=[a-z\d])(?=[A-Z])"
+    names = [re.sub(between_words, " ", path.stem).lower() for path in paths]
+    subjects = [" ".join(re.sub(f"{PICTURE}|{ANNOTATION}", "", name).split()) for name in names]
+    count = Counter(subjects)
+    for path, name, subject in zip(paths, names, subjects, strict=True):
+        is_second = count[subject] > 1 and re.search(ANNOTATION, name)
+        if is_second or (path.is_dir() and name.strip() and not subject):
             raise UserError(
-                f"{folder}: {named[part]} and {top} would both be {part}/: move one of them away"
+                f"{path} has the name of an annotation, not of a class or a picture: take it away, "
+                "rename it, or give the folder itself if it holds the classes"
             )
-        stepped |= {inner} - {outer, outer / top}
-        above = () if inner == outer else (part or top,)
-        places |= {home: (*above, *home.relative_to(inner).parts) for home in inside}
-    if stepped:
-        say(f"{folder}: stepped into {few(sorted(stepped))}")
-    low, *_, deep = sorted([*places, *places], key=lambda home: len(places[home]))
-    if len(places[low]) < len(places[deep]):
+
+
+def understand(folder: Path, images: Sequence[Path]) -> list[Row]:
+    """The part, the class and the path of each image. Raises UserError for another layout."""
+    rows, homes = [], {}
+    for image in images:
+        names = image.relative_to(folder).parts[:-1]
+        homes[len(names)] = image.parent.absolute()
+        rows.append((*(unicodedata.normalize("NFC", name) for name in names), image))
+    if len(homes) > 1 or not {*homes} <= {1, 2}:
+        where = " and ".join(f"{depth} folders deep ({homes[depth]})" for depth in sorted(homes))
+        deep = homes[max(homes)]
         raise UserError(
-            f"{low} and {deep} hold images at different depths: move one of them away, or give the "
-            "folder that you mean"
+            f"{folder} is not CLASS/*, train|test/CLASS/* or DOMAIN/CLASS/*, because images lie "
+            f"{where}: move them, or give {deep.parent} if {deep.name} is a class, or "
+            f"{deep.parent.parent} if {deep.parent.name} is a domain"
         )
-    if len(places[deep]) > 2:
+    for row in rows:
+        if PARTS.get(row[-2].lower(), "train") != "train":  # which may be a vehicle
+            raise UserError(f"{folder}: {row[-2]} is no class: sort its images as {row[-2]}/CLASS/")
+    if 1 in homes:
+        return with_a_fifth_for_testing(rows)
+    part_of = {top: PARTS.get(top.lower(), "domain") for top in sorted({row[0] for row in rows})}
+    parts = {*part_of.values()}
+    if parts == {"domain"} and len(part_of) > 1 and not any(map(ALMOST_PART.search, part_of)):
+        return rows
+    if "domain" in parts or len(parts) < max(2, len(part_of)) or "train" not in parts:
         raise UserError(
-            f"{deep} is too deep for CLASS/, DOMAIN/CLASS/ or train/CLASS/ and test/CLASS/: if "
-            f"{deep.name} is a class, give {deep.parents[1]}, and else sort the images by class"
+            f"{folder} holds {few([*part_of])}: neither train and test (or val) nor several "
+            f"domains, so rename or remove some, or give {folder / min(part_of)}, say"
         )
-    return [("/".join(places[h][:-1]), places[h][-1], path) for h in homes for path in homes[h]]
+    if {"test", "val"} <= parts:
+        say(f"{folder}: images for validation are left out, because there are test images")
+    new = {"train": "train", "test" if "test" in parts else "val": "test"}
+    return [(new[part_of[top]], *more) for top, *more in rows if part_of[top] in new]
 
 
-def shared_parent(homes: Iterable[Path]) -> Path:
-    """The folder in which these folders of images can be told apart; it is none of them."""
-    common = Path(os.path.commonpath(homes))
-    return common.parent if common in homes else common
+def with_a_fifth_for_testing(rows: Sequence[tuple[str, Path]]) -> list[Row]:
+    """Draws a fifth of each class for testing, or at least one image, and always the same."""
+    rng, drawn = random_at(0, "test"), []
+    for _, group in groupby(sorted(rows), itemgetter(0)):
+        of_class = [*group]
+        for i, row in zip(rng.permutation(len(of_class)), of_class, strict=True):
+            drawn.append(("test" if i < max(1, len(of_class) // 5) else "train", *row))
+    return drawn
 
 
-def split_name(name: str) -> str:
-    """train, test or val, if this name of a folder says so, as Training and seg_test do; or ""."""
-    found = SPLIT.search(name)
-    return found[2].lower() if found else ""
-
-
-def check_names(folder: Path, names: Sequence[str]) -> None:
-    """Raises UserError if two names look the same, or if a run could not write one at its end."""
-    seen = {}
-    for name in names:
-        if name.encode(errors="ignore").decode() != name:
-            raise UserError(f"{folder}: the name of the folder {name!a} is not UTF-8: rename it")
-        plain = unicodedata.normalize("NFKC", name.casefold())
-        visible = "".join(letter for letter in plain if letter.isprintable())
-        looks = re.sub(r"(?<=\w)[ _-]+", " ", visible).strip()
-        other = seen.setdefault(looks, name)
-        if other != name:
-            raise UserError(f"{folder}: {other!a} and {name!a} look the same: rename one")
-
-
-def few(names: Sequence) -> str:
+def few(names: Sequence[str]) -> str:
     """The first of these names, for a message."""
-    return ", ".join(map(str, names[:5])) + (", ..." if len(names) > 5 else "")
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def say(text: str) -> None:
@@ -206,53 +182,28 @@ def decode(files: Sequence[str | Path], image_size: int) -> Tensor:
         x = torch.empty(len(files), 3, image_size, image_size, dtype=torch.uint8)
     except RuntimeError as e:
         raise UserError(f"{len(files)} images do not fit into memory: lower --image-size") from e
-    bad = []
-    odd = defaultdict(list)  # what may be a mistake -> files
 
     def decode_one(i):
-        try:
-            x[i] = pixels(files[i], image_size, odd)
-        except Exception as e:  # Pillow raises many types for a damaged file
-            bad.append(f"{files[i]} cannot be read as an image ({first_line(e)})")
+        x[i] = pixels(files[i], image_size)
 
     thread_map(decode_one, range(len(files)), desc="decoding", unit=" images", leave=False, delay=1)
-    if bad:
-        bad.sort()
-        shown = "; ".join(bad[:3])
-        if len(bad) > 3:
-            with NamedTemporaryFile("w", prefix="unreadable-", suffix=".txt", delete=False) as out:
-                out.write("\n".join(bad) + "\n")
-            shown = f"{bad[0]}; all are listed in {out.name}"
-        raise UserError(f"repair or remove {len(bad)} of {len(files)} images: {shown}")
-    if odd:
-        found = [f"{len(odd[what])} {what}, such as {min(odd[what])}" for what in sorted(odd)]
-        say(f"among {len(files)} images: {'; '.join(found)}")
     return x
 
 
-def pixels(file: str | Path, image_size: int, odd: dict[str, list]) -> Tensor:
-    """The image as a person sees it, uint8 [3, image_size, image_size].
-
-    Adds the file to the lists in `odd` that are named after what may be wrong with it.
-    """
-    with Image.open(file) as image:
-        bits = image.tag_v2.get(258, (1,)) if image.format == "TIFF" else (1,)  # BitsPerSample
-        if max(bits) > 8 or image.mode.startswith(("I", "F")) or DEEP.search(str(image.tile)):
-            raise ValueError("more than 8 bits per channel, on an unknown scale")
-        if getattr(image, "is_animated", False) and image.format != "MPO":  # a camera's is no film
-            odd["with several frames, of which the first counts"].append(file)
-        if image.format == "JPEG":
-            stored = Path(file).read_bytes()
-            if stored.rfind(b"\xff\xd9") < stored.rfind(b"\xff\xda"):  # the end, the last start
-                odd["without the end of a JPEG"].append(file)
-        image.getexif()  # keeps the orientation; the rest may be wrong, and cannot be copied then
-        image.info.pop("exif", None)
-        image = ImageOps.exif_transpose(image)  # photographs say which side is up
-        if image.has_transparency_data:
-            image = image.convert("RGBA")
-            white = Image.new("RGBA", image.size, "white")
-            image = Image.alpha_composite(white, image)
-        image = image.convert("RGB").resize((image_size, image_size), Image.BILINEAR)
-    if all(high - low < 4 for low, high in image.getextrema()):
-        odd["of one colour"].append(file)
+def pixels(file: str | Path, image_size: int) -> Tensor:
+    """The image as a person sees it, uint8 [3, image_size, image_size]."""
+    try:
+        with Image.open(file) as image:
+            if image.mode.startswith(("I", "F")):
+                raise ValueError("more than 8 bits per channel, on an unknown scale")
+            image = ImageOps.exif_transpose(image)  # photographs say which side is up
+            if image.has_transparency_data:
+                image = image.convert("RGBA")
+                white = Image.new("RGBA", image.size, "white")
+                image = Image.alpha_composite(white, image)
+            image = image.convert("RGB").resize((image_size, image_size), Image.BILINEAR)
+    except Exception as e:  # Pillow raises many types for a damaged file
+        raise UserError(
+            f"{file} cannot be read as an image ({first_line(e)}): repair or remove it"
+        ) from e
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)

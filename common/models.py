@@ -186,7 +186,7 @@ def _from_torchvision(name: str, channels: int, pretrained: str, pooled: bool) -
         if channels == 1 and not pretrained:
             net.conv1 = nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
     if pretrained:
-        _load(net, pretrained, weights.IMAGENET1K_V1)  # as in Guo et al.'s published code
+        _load_weights(net, pretrained, weights.IMAGENET1K_V1)  # as in Guo et al.'s published code
     if pooled and name != "vgg16":
         net.fc = nn.Linear(TORCHVISION[name], TORCHVISION[name])
     else:
@@ -198,7 +198,7 @@ def _from_torchvision(name: str, channels: int, pretrained: str, pooled: bool) -
     return nn.Sequential(v2.Normalize([-0.03, -0.088, -0.188], [0.458, 0.448, 0.45]), net)
 
 
-def _load(net: nn.Module, pretrained: str, weights) -> None:
+def _load_weights(net: nn.Module, pretrained: str, weights) -> None:
     """Loads torchvision's `weights`, or those in a file, into `net`, which lacks its last layers.
 
     The file has a state dict, or a checkpoint that holds one as "state_dict" or "model". Raises
@@ -212,7 +212,6 @@ def _load(net: nn.Module, pretrained: str, weights) -> None:
             tip = "give a file of tensors, with names and shapes as in"
             state = torch.load(pretrained, "cpu")  # by default, it runs no code of the file
             state = state.get("state_dict", state.get("model", state))
-        nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
         last = "fc.", "classifier."  # net has another layer there, or none
         net.load_state_dict({k: v for k, v in state.items() if not k.startswith(last)})
     except Exception as e:  # many types; UnpicklingError's text advises an unsafe load

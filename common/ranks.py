@@ -8,6 +8,7 @@ neither on the number of ranks nor on the number of cores.
 """
 
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
@@ -32,67 +33,9 @@ MEETING = None  # a file in which the ranks find each other, or None for torchru
 if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= set(os.environ):  # torchrun started this
     RANK, COUNT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     LOCAL_RANK, LOCAL_COUNT = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-_may_fork = False
-_terminated = False  # whether this process has got SIGTERM
-_between_gpus = None  # NCCL's connection
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, as from a scheduler that needs the machine; the round has ended and is saved."""
-
-
-def note_sigterm(*_) -> None:
-    """The handler of SIGTERM: a run ends after its round, and then is_terminated() is true."""
-    global _terminated
-    _terminated = True
-
-
-def is_terminated() -> bool:
-    """Whether a rank has got SIGTERM. All ranks ask together, so that they stop in one round."""
-    count = torch.tensor(int(_terminated))
-    if COUNT > 1:
-        dist.all_reduce(count)
-    return count > 0
-
-
-def launch(main: Callable[[], object]) -> None:
-    """Runs a program from the command line, where it may fork itself.
-
-    Exit codes: 2 is a user's mistake, 130 is Ctrl-C, 143 is SIGTERM, and 1 is an error of the
-    operating system, such as a full disk. Each of these is one line on stderr. If nobody reads
-    stdout, it is silent.
-    """
-    global _may_fork
-    _may_fork = True
-    signal.signal(signal.SIGTERM, note_sigterm)
-    torch.set_num_threads(1)  # before anything is computed, because threads do not survive a fork
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (closed by the user)
-    if hasattr(sys.stdout, "reconfigure"):  # not in Jupyter's %run, or if the user has closed it
-        sys.stdout.reconfigure(errors="replace")  # a terminal may not know ±
-    try:
-        connect()  # torchrun's ranks meet first, so that all see it if a mistake ends one
-        main()
-        disconnect()
-        print(end="", flush=True)
-        return
-    except BrokenPipeError:  # the reader has left, as in `| head`, and what is not printed yet goes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
-    except UserError as e:
-        code, parts = 2, [str(e)]
-    except OSError as e:
-        code, parts = 1, [str(e), *getattr(e, "__notes__", [])]
-    except KeyboardInterrupt as e:
-        code = 143 if isinstance(e, Terminated) else 130
-        parts = ["stopped", *getattr(e, "__notes__", [])]
-    except RuntimeError as e:
-        if "gloo" not in str(e):
-            raise
-        code, parts = 1, ["another process has ended, so this one stops"]
-    if LOCAL_RANK == 0:
-        end_of_bar = "\n" if sys.stderr.isatty() else ""
-        print(f"{end_of_bar}{Path(sys.argv[0]).name}: {'; '.join(parts)}", file=sys.stderr)
-    sys.exit(code)
+may_fork = False  # only a program from the command line may
+_all = None  # the group of all ranks, which wait for each other for days
+_between_gpus = None  # the same over NCCL
 
 
 def how_many(processes: int | None, device: str, most: int) -> int:
@@ -102,7 +45,7 @@ def how_many(processes: int | None, device: str, most: int) -> int:
     """
     if COUNT > 1 and processes and processes > 1:
         raise UserError("--processes: torchrun says how many there are; leave it out")
-    if COUNT > 1 or not _may_fork:
+    if COUNT > 1 or not may_fork:
         return 1
     if (processes or 1) > 1 and sys.platform != "linux":
         raise UserError("--processes: only Linux forks safely; use 1, or torchrun (Windows: WSL)")
@@ -130,17 +73,9 @@ def start(work: Callable[[], None], count: int) -> None:
 
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (work, count, Path(folder))
-        ranks = start_processes(_rank, arguments, count, join=False, start_method="fork")
-
-        def tell_all(*_):
-            for process in ranks.processes:
-                process.terminate()
-
-        before = signal.signal(signal.SIGTERM, tell_all)
-        if _terminated:  # before there was anybody to tell
-            tell_all()
         try:
+            arguments = (work, count, Path(folder))
+            ranks = start_processes(_rank, arguments, count, join=False, start_method="fork")
             while not ranks.join(grace_period=1):
                 pass
         except ProcessExitedException as e:
@@ -151,8 +86,7 @@ def start(work: Callable[[], None], count: int) -> None:
                 message += ", perhaps for lack of memory: use fewer --processes"
             raise ChildProcessError(message) from e
         finally:
-            signal.signal(signal.SIGTERM, before)
-            for process in ranks.processes:
+            for process in multiprocessing.active_children():
                 process.kill()
                 process.join()
 
@@ -162,14 +96,15 @@ def _rank(rank: int, work: Callable[[], None], count: int, folder: Path) -> None
     global RANK, COUNT, LOCAL_RANK, LOCAL_COUNT, MEETING
     RANK, COUNT, MEETING = rank, count, str(folder / "meeting")
     LOCAL_RANK, LOCAL_COUNT = rank, count
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C and the parent's death end it at once
+    for ends in (signal.SIGINT, signal.SIGTERM):  # at once, and so does the parent's death
+        signal.signal(ends, signal.SIG_DFL)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         connect()
         work()
         disconnect()
         print(end="", flush=True)
-    except (UserError, OSError, Terminated) as e:
+    except (UserError, OSError) as e:
         (folder / f"error{rank}").write_bytes(pickle.dumps(e))
         sys.exit(1)
     except RuntimeError:
@@ -178,22 +113,30 @@ def _rank(rank: int, work: Callable[[], None], count: int, folder: Path) -> None
 
 
 def connect() -> None:
-    """Connects the ranks, if there are several, and lets only the first one print."""
+    """Connects the ranks, if there are several, and lets only the first one print.
+
+    They wait a minute for the connection, and then for days, because a client may train for hours.
+    Raises UserError if they cannot connect.
+    """
+    global _all
     if COUNT == 1:
         return
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (open until the program ends)
-    patience = timedelta(days=7)  # one client may train for hours
+    minute = timedelta(minutes=1)
     try:
         if MEETING:
             store = dist.FileStore(MEETING, COUNT)
         else:  # torchrun's, in which the addresses of ranks that it has restarted would still be
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", RANK, COUNT))[0])
-        dist.init_process_group("gloo", None, patience, COUNT, RANK, store)
+            store, *_ = next(dist.rendezvous("env://", RANK, COUNT, timeout=minute))
+            store = dist.PrefixStore(attempt, store)
+        dist.init_process_group("gloo", None, minute, COUNT, RANK, store)
+        _all = dist.new_group(timeout=timedelta(days=7))
     except (RuntimeError, ValueError) as e:
         raise UserError(
-            f"the processes cannot connect to each other ({first_line(e)}): use --processes 1"
+            f"the processes cannot connect to each other ({first_line(e)}): use --processes 1, or "
+            "with several machines name their network in GLOO_SOCKET_IFNAME, such as eth0"
         ) from e
 
 
@@ -214,16 +157,16 @@ def exchange(mine: object) -> list:
     """What all ranks hand in here, in their order."""
     handed_in = [mine] * COUNT
     if COUNT > 1:
-        dist.all_gather_object(handed_in, mine)
+        dist.all_gather_object(handed_in, mine, group=_all)
     return handed_in
 
 
-def agree(facts: dict) -> None:
+def agree(facts: dict, when: str, advice: str) -> None:
     """Raises UserError if the ranks differ in these facts, so that they would not fit together."""
     others = exchange(facts)
     names = [name for name in facts if any(other.get(name) != facts[name] for other in others)]
     if names:
-        raise UserError(f"the processes differ in their {' and '.join(names)}: start all alike")
+        raise UserError(f"{when} the processes differ in their {' and '.join(names)}: {advice}")
 
 
 def share_out(sizes: Sequence[int]) -> list[int]:
@@ -252,5 +195,5 @@ def gather(results: dict[int, tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
 def add_up(table: Tensor) -> None:
     """Replaces the table by the sum of all ranks' tables. In most, a row holds zeros."""
     if COUNT > 1:
-        dist.barrier()  # by gloo, which notices if a rank has ended; NCCL would wait for it
-        dist.all_reduce(table, group=_between_gpus)
+        dist.barrier(group=_all)  # by gloo, which notices if a rank has ended; NCCL would wait
+        dist.all_reduce(table, group=_between_gpus or _all)

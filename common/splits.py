@@ -17,7 +17,7 @@ from common.data import Dataset
 MIN_SIZE = 10  # every client has at least this many samples
 MEAN_SIZE = 30  # by default there are so few clients that they have this many on average
 HELD_OUT = 0.2  # the share of its samples that a client is tested on
-RARE = 3  # how many classes are rare in the partitions rare and twins
+RARE = 3  # how many classes are rare in the partition rare
 Parts = list[Tensor]  # for each client the positions of its samples in the data set, int64
 
 
@@ -64,7 +64,7 @@ def shuffled(samples: Tensor, rng: Generator) -> Tensor:
     return samples[torch.from_numpy(rng.permutation(len(samples)))]
 
 
-def draw(clients: Tensor, k: int, rng: Generator, sizes: Tensor | None = None) -> Tensor:
+def sample(clients: Tensor, k: int, rng: Generator, sizes: Tensor | None = None) -> Tensor:
     """k of these clients at random, in ascending order: int64 [k].
 
     sizes  one per client: their probabilities are proportional to it; by default all are equal
@@ -94,8 +94,8 @@ def dirichlet(
         samples = rng.permutation(torch.nonzero(labels == c).flatten().numpy())
         shares = rng.dirichlet(np.full(clients, alpha))
         cuts = np.rint(np.cumsum(shares) * len(samples)).astype(int)
-        for k, part in enumerate(np.split(samples, cuts[:-1])):
-            held[k] += part.tolist()
+        for mine, part in zip(held, np.split(samples, cuts[:-1]), strict=True):
+            mine += part.tolist()
     for samples in held:
         for _ in range(min_size - len(samples)):
             richest = max(held, key=len)
@@ -135,23 +135,21 @@ def by_domain(domain: Tensor, clients: int, rng: Generator) -> Parts:
 
 
 def wanted_classes(partition: str, classes: int, clients: int) -> list[list[int]]:
-    """The classes that each client holds in three partitions that show one idea at work.
+    """The classes that each client holds in two partitions that show one idea at work.
 
     rare         each of the last three classes is held by one client, which holds nothing else
-    twins        the same, with two clients for each of these classes
     specialists  three of four clients hold one class each, and the others hold all classes
 
-    Raises UserError if there are too few classes or clients for rare and twins.
+    Raises UserError if there are too few classes or clients for rare.
     """
     every = list(range(classes))
-    common, rare = every[:-RARE], every[-RARE:]
     if partition == "specialists":
         specialists = 3 * clients // 4
         return [[k % classes] for k in range(specialists)] + [every] * (clients - specialists)
-    holders = [[c] for c in rare] * (2 if partition == "twins" else 1)
+    holders = [[c] for c in every[-RARE:]]
     if classes < 5 or clients <= len(holders):
-        raise UserError(f"--partition {partition} needs 5 classes, and over {len(holders)} clients")
-    return holders + [common] * (clients - len(holders))
+        raise UserError(f"--partition rare needs 5 classes, and over {len(holders)} clients")
+    return holders + [every[:-RARE]] * (clients - len(holders))
 
 
 def of_classes(labels: Tensor, wanted: list[list[int]], size: int, rng: Generator) -> Parts:
@@ -163,8 +161,8 @@ def of_classes(labels: Tensor, wanted: list[list[int]], size: int, rng: Generato
     owner = torch.full_like(labels, -1)
     # Those who want all classes come first. The others would take the first samples of their class.
     for k in sorted(range(len(wanted)), key=lambda k: -len(wanted[k])):
-        left = mixed[owner[mixed] == -1]
-        mine = left[torch.isin(labels[left], torch.tensor(wanted[k]))][:size]
+        is_left = (owner[mixed] == -1) & torch.isin(labels[mixed], torch.tensor(wanted[k]))
+        mine = mixed[is_left][:size]
         if len(mine) < size:
             raise UserError(
                 f"too few samples of the classes {wanted[k]}: raise --clients, or choose another "
@@ -206,28 +204,30 @@ def pools(
     divide those of the others, of both the training and the test set, as in Guo et al. (silos: of
     the training set).
     """
-    is_silos = partition == "silos"
-    if data.domain is None and (test_domain or is_silos or partition == "domain"):
-        raise UserError(f"{data.name} has no domains, which --test-domain and the partitions "
-                        "domain and silos need: make some with --rotate, or sort the images as "
-                        "DOMAIN/CLASS/")  # fmt: skip
-    if test_domain is None and not len(data.test) and partition not in ("domain", "silos"):
+    is_silos, needs_domains = partition == "silos", partition in ("domain", "silos")
+    if data.domain is None and (test_domain or needs_domains):
+        raise UserError(
+            f"{data.name} has no domains, which --test-domain and the partitions domain and silos "
+            "need: make some with --rotate, or sort the images as DOMAIN/CLASS/"
+        )
+    if test_domain is None and (len(data.test) or needs_domains):
+        return data.train, data.test[:0] if is_silos else data.test
+    if test_domain is None:
         mixed = shuffled(data.train, random_at(seed, "ood"))
         return mixed[len(mixed) // 5 :], mixed[: len(mixed) // 5]
-    if test_domain is None:
-        return data.train, data.test[:0] if is_silos else data.test
     if test_domain not in data.domains:
-        raise UserError(f"--test-domain: no domain {test_domain!r} in {data.name}; "
-                        f"its domains are {', '.join(data.domains)}")  # fmt: skip
+        raise UserError(
+            f"--test-domain: no domain {test_domain!r} in {data.name}; its domains are "
+            f"{', '.join(data.domains)}"
+        )
     left_out = data.domain == data.domains.index(test_domain)
     pool = data.train if is_silos else torch.cat([data.train, data.test])
     pool = pool[~left_out[pool]]
-    if not len(pool):
-        raise UserError(f"--test-domain {test_domain}: no domain is left to train on")
-    known = torch.isin(data.y[left_out], data.y[pool].unique())
-    if not known.any():
-        raise UserError(f"--test-domain {test_domain} shares no class with the others: are the two "
-                        "levels of folders, or two spellings, confused?")  # fmt: skip
+    if not torch.isin(data.y[left_out], data.y[pool]).any():
+        raise UserError(
+            f"--test-domain {test_domain} shares no class with the others: are there others, or "
+            "are the two levels of folders confused?"
+        )
     return pool, torch.nonzero(left_out).flatten()
 
 
@@ -241,30 +241,29 @@ def silos(
     the pool, and a fifth of it is for testing. The remaining samples belong to nobody. Raises
     UserError if the numbers do not fit the domains.
     """
-    rng = random_at(seed, "split")
-    domains, sizes = data.domain[pool].unique(return_counts=True)
-    if len(numbers) != len(domains) or not sum(numbers):
-        raise UserError("--partition silos needs --silos: give a number for each of "
-                        f"{len(domains)} domains, not all of them 0")  # fmt: skip
-    has_test = len(data.test) > 0
+    rng, has_test = random_at(seed, "split"), len(data.test) > 0
+    domains, available = data.domain[pool].unique(return_counts=True)
     size = size if has_test else round(size / (1 - HELD_OUT))
-    if (torch.tensor(numbers) * size > sizes).any():
-        raise UserError(f"{numbers} silos of {size} samples do not fit into domains of "
-                        f"{sizes.tolist()}: lower --silo-size")  # fmt: skip
+    fit = len(numbers) == len(domains) and (torch.tensor(numbers) * size <= available).all()
+    if not fit or not sum(numbers):
+        raise UserError(
+            f"--partition silos needs --silos: give a number for each of {len(domains)} domains, "
+            f"not all of them 0, or lower --silo-size, because a silo takes {size} samples, and "
+            f"the domains have {available.tolist()}"
+        )
 
-    def take(source: Tensor, size: int) -> Parts:
+    def take(source: Tensor, size: int | None = None) -> Parts:
+        mixed = [shuffled(source[data.domain[source] == d], rng) for d in domains]
+        size = size or min(len(m) // k for m, k in zip(mixed, numbers, strict=True) if k)
         parts = []
-        for d, k in zip(domains, numbers, strict=True):
-            of_domain = shuffled(source[data.domain[source] == d], rng)
-            parts += of_domain[: k * size].view(k, size)
+        for m, k in zip(mixed, numbers, strict=True):
+            parts += m[: k * size].view(k, size)
         return parts
 
     train = take(pool, size)
-    if not has_test:
-        return hold_out(train, HELD_OUT, random_at(seed, "held out"))
-    available = [int((data.domain[data.test] == d).sum()) for d in domains]
-    test_size = min(n // k for n, k in zip(available, numbers, strict=True) if k)
-    return train, take(data.test, test_size)
+    if has_test:
+        return train, take(data.test)
+    return hold_out(train, HELD_OUT, random_at(seed, "held out"))
 
 
 def divide(
@@ -275,14 +274,14 @@ def divide(
     Raises UserError if the clients are too many or too few.
     """
     rng, labels = random_at(seed, "split"), data.y[pool]
-    default = max(1, min(100, len(pool) // MEAN_SIZE))
-    if partition == "domain":
-        default = len(data.domain[pool].unique())
-    clients = clients or default
+    if not clients and partition == "domain":
+        clients = len(data.domain[pool].unique())
+    clients = clients or max(1, min(100, len(pool) // MEAN_SIZE))
     if len(pool) < clients * MIN_SIZE:
-        raise UserError(f"{len(pool)} samples are too few for {clients} clients: each would have "
-                        f"{len(pool) // clients} samples, and needs {MIN_SIZE}; "
-                        "lower --clients")  # fmt: skip
+        raise UserError(
+            f"{len(pool)} samples are too few for {clients} clients, because each needs {MIN_SIZE}:"
+            " lower --clients"
+        )
     if partition == "domain":
         parts = by_domain(data.domain[pool], clients, rng)
     elif partition == "iid":
@@ -301,10 +300,8 @@ def group(data: Dataset, samples: Tensor, partition: str) -> str:
     """What a client with these samples has in common with others: see Clients.groups."""
     if partition in ("domain", "silos"):
         return data.domains[data.domain[samples[0]]]
-    if partition in ("rare", "twins", "specialists"):
-        one = "a class of its own" if partition == "rare" else "one class"
-        return one if len(data.y[samples].unique()) == 1 else "more classes"
-    return ""
+    one = {"rare": "a class of its own", "specialists": "one class"}.get(partition, "")
+    return "more classes" if one and len(data.y[samples].unique()) > 1 else one
 
 
 def participation(
@@ -321,13 +318,14 @@ def participation(
     """
     share = 0.4 if partition in ("dirichlet", "iid", "shards") else 1.0
     m = m or max(1, round(share * clients))
-    default = {"silos": m, "domain": groups}.get(partition, max(2, m // 4))
-    k = k or min(default, m)
+    k = k or min(m, {"silos": m, "domain": groups}.get(partition, max(2, m // 4)))
     if m > clients:
         raise UserError(f"--participating {m} is more than the {clients} clients: lower it")
     if k > m:
-        raise UserError(f"--sample {k}: only {m} of {clients} clients participate; lower it, "
-                        "or raise --participating")  # fmt: skip
+        raise UserError(
+            f"--sample {k}: only {m} of {clients} clients participate; lower it, or raise "
+            "--participating (a --sample that you did not give is this data set's default)"
+        )
     return m, k
 
 
@@ -352,8 +350,8 @@ def make_clients(
                    `clients` (default: <= 100)
                    domain: each of `clients` (default: one per domain) holds samples of one domain
                    silos: silo_numbers[d] silos of silo_size training samples from domain d
-                   rare, twins, specialists: see wanted_classes; all clients together hold half of
-                   the samples, equally many each
+                   rare, specialists: see wanted_classes; all clients together hold half of the
+                   samples, equally many each
     participating, per_round  M and K: see participation for the defaults
     test_domain    no client has this domain: see pools
     held_out       the share of its own samples that a client is tested on (default: a tenth with
@@ -363,39 +361,32 @@ def make_clients(
     numbers do not fit the data.
     """
     pool, ood = pools(data, partition, test_domain, seed)
-    share = held_out
-    if share is None:
-        share = 0.1 if partition == "domain" else HELD_OUT
+    if held_out is None:
+        held_out = 0.1 if partition == "domain" else HELD_OUT
     if partition == "silos":
         train, test = silos(data, pool, silo_numbers, silo_size, seed)
     else:
         parts = divide(data, pool, partition, clients, alpha, seed)
-        train, test = hold_out(parts, share, random_at(seed, "held out"))
-    smallest = min(len(a) + len(b) for a, b in zip(train, test, strict=True))
+        train, test = hold_out(parts, held_out, random_at(seed, "held out"))
+    held = [torch.cat(samples) for samples in zip(train, test, strict=True)]
+    groups = [group(data, samples, partition) for samples in held]
+    smallest, name = min(zip(map(len, held), groups, strict=True))
     if smallest < MIN_SIZE:
         raise UserError(
-            f"a client would have {smallest} samples, and needs {MIN_SIZE}: lower --clients or "
-            "--silos, raise --silo-size, or add samples"
+            f"a client {name and f'of {name} '}has {smallest} samples, and needs {MIN_SIZE}: lower "
+            "--clients or --silos, raise --silo-size, add samples, or take its folder away"
         )
-    if not all(map(len, test)) and (share or not len(ood)):
+    if not all(map(len, test)) and (held_out or not len(ood)):
         raise UserError("a client would have nothing to test on: raise --held-out or --silo-size")
-    groups = [group(data, samples, partition) for samples in train]
-    m, k = participation(partition, len(train), len(set(groups)), participating, per_round)
-    chosen = draw(torch.arange(len(train)), m, random_at(seed, "participate")).tolist()
-    others = set(range(len(train))) - set(chosen)
-    order = chosen + sorted(others)
+    n = len(train)
+    m, k = participation(partition, n, len(set(groups)), participating, per_round)
+    chosen = sample(torch.arange(n), m, random_at(seed, "participate")).tolist()
+    order = chosen + sorted({*range(n)} - {*chosen})
+    train, test, groups = ([part[i] for i in order] for part in (train, test, groups))
     tests = {"ood": ood}
     if not torch.isin(pool, data.test).any():  # else clients train on the shapes in data.extra
         tests |= data.extra
-    if partition in ("rare", "twins"):
+    if partition == "rare":
         tests["rare"] = ood[data.y[ood] >= len(data.classes) - RARE]
-    train = [train[i] for i in order]
-    return Clients(
-        train=train,
-        test=[test[i] for i in order],
-        participating=m,
-        per_round=k,
-        groups=[groups[i] for i in order],
-        tests={name: positions for name, positions in tests.items() if len(positions)},
-        label_counts=label_counts(data, train),
-    )
+    tests = {name: positions for name, positions in tests.items() if len(positions)}
+    return Clients(train, test, m, k, groups, tests, label_counts(data, train))

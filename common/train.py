@@ -13,19 +13,17 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import UserError, random_at, ranks
+from common import Diverged, UserError, random_at, ranks
 from common.data import Dataset
 from common.devices import seeded
 from common.splits import Clients, shuffled
 
 Batches = Iterator[tuple[Tensor, Tensor]]
+ADVICE = "lower --lr, or the weight of the method's own penalty if it has one"
 
 
-def local_solver(
-    model: nn.Module, theta: Tensor, batches: Batches, optimizer: torch.optim.Optimizer
-) -> Tensor:
+def local_solver(model: nn.Module, batches: Batches, optimizer: torch.optim.Optimizer) -> Tensor:
     """Plain local training of one client, for papers that leave it open. Returns the mean loss."""
-    set_weights(model, theta)
     losses = []
     for x, y in batches:
         loss = F.cross_entropy(model(x), y)
@@ -98,6 +96,8 @@ class Trainer:
 
     initial         the model's weights at the start, theta [P]
     parameters      how many of theta's P numbers are parameters; they come before the statistics
+    samples         how many training samples all clients have processed so far
+    megabytes       how much has gone between the server and the clients so far, up and down
     """
 
     def __init__(
@@ -113,16 +113,18 @@ class Trainer:
         rounds: int | None = None,
         progress: Callable[[int, float], None] = lambda t, share: None,
     ):
-        self.x, self.y, self.labels = data.x.to(device), data.y.to(device), data.y
-        self.classes = len(data.classes)
+        self.x, self.y = data.x.to(device), data.y.to(device)
         self.clients, self.device = clients, torch.device(device)
         self.model = model.to(device, memory_format=torch.channels_last)
         self.local, self.seed = local or LocalTraining(), seed
         self.evaluate_every, self.rounds, self.progress = evaluate_every, rounds, progress
         self.initial = get_weights(self.model)
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        if precision == "bfloat16":  # not for gradients, which FedIIR computes inside of its loss
-            for part in {self.model, getattr(model, "features", model)}:
+        self.samples, self.megabytes = 0, 0.0
+        # Autocast for the forward pass alone, because FedIIR computes gradients inside of its loss
+        for part in {self.model, getattr(model, "features", model)}:
+            vars(part).pop("forward", None)  # of another trainer
+            if precision == "bfloat16":
                 part.forward = torch.autocast(self.device.type, torch.bfloat16)(part.forward)
         most = 5_000_000 // data.x[0, 0].numel()  # by pixels: 99 images of 224 x 224
         # The batch size of the evaluation
@@ -139,43 +141,48 @@ class Trainer:
         theta: Tensor,
         selected: Tensor,
         t: int,
+        /,  # so that an option of client_update can have one of these names, such as theta
         per_client: Mapping[str, Sequence] = {},
+        sent: float | Tensor | None = None,
         **options,
     ) -> tuple[Tensor, Tensor]:
         """The selected clients, int64 [K], train from theta in round t, each on its own samples.
 
-        client_update  called as client_update(model, theta, batches, optimizer, ...); trains
-                       `model` from theta on the batches (x, y), and returns the mean loss. It must
-                       begin with set_weights(model, theta), because `model` still has the weights
-                       of another client
+        client_update  called as client_update(model, batches, optimizer, ...), where the model has
+                       the weights theta; trains it on the batches (x, y), and returns the mean loss
         per_client     name -> one value per client id, for client_update as a keyword argument
+        sent           how many numbers of theta a client receives and returns, one or [K]: by
+                       default all
         options        keyword arguments of client_update that are the same for all clients
 
-        Returns the clients' weights [K, P] and losses [K] on the device. Raises UserError if a
-        client's weights or loss are not finite, and if the memory does not suffice.
+        Returns the clients' weights [K, P] and losses [K] on the device. Raises Diverged if a
+        client's weights or loss are not finite, and UserError if the processes do not agree on
+        clients and weights.
         """
         sizes = [len(self.clients.train[k]) for k in selected]
-        mine = ranks.share_out(sizes)  # the other processes train the other clients
+        mine = self._mine(theta, selected, sizes, t)  # the other processes train the other clients
         total = sum(sizes[i] for i in mine)
-        try:
-            uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
-        except RuntimeError as e:
-            takes = f"{4e-9 * len(selected) * len(theta):.1f} GB"
-            raise UserError(f"the weights of {len(selected)} clients take {takes}, which is too "
-                            "much: see sketch in docs/variations/") from e  # fmt: skip
+        uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
         for i in mine:
             k = int(selected[i])
+            set_weights(self.model, theta)
             self.model.train()
             batches, optimizer = self._batches(k, t, total), self._optimizer(t)
             own = {name: values[k] for name, values in per_client.items()}
-            with seeded(self.device, self.seed, "dropout", t, k):  # the same on any process
-                loss = client_update(self.model, theta, batches, optimizer, **own, **options)
+            try:
+                with seeded(self.device, self.seed, "dropout", t, k):  # the same on any process
+                    loss = client_update(self.model, batches, optimizer, **own, **options)
+            except ValueError as e:
+                if "more than 1 value per channel" not in str(e):
+                    raise
+                raise UserError(f"client {k} has a batch of one sample, which batch norm does not "
+                                "take: choose another --batch-size") from e  # fmt: skip
             uploads[i, :-1], uploads[i, -1] = get_weights(self.model), loss
         ranks.add_up(uploads)
-        finite = torch.isfinite(uploads.sum(1)).tolist()
-        if not all(finite):
-            k = int(selected[finite.index(False)])
-            raise UserError(f"client {k} diverged in round {t}: lower --lr")
+        self.count(selected, self.local.epochs, 2 * len(theta) if sent is None else 2 * sent)
+        for k, upload in zip(selected, uploads, strict=True):
+            if not upload.isfinite().all():
+                raise Diverged(f"client {k} diverged in round {t}: {ADVICE}")
         return uploads[:, :-1], uploads[:, -1]
 
     def map(
@@ -185,22 +192,23 @@ class Trainer:
         ids: Tensor,
         samples: Sequence[Tensor],
         t: int,
+        /,
         per_client: Mapping[str, Sequence] = {},
         **options,
     ) -> list[Tensor]:
         """What `function` computes for each of these clients, int64 [K].
 
         function  called as function(model, batches, ...), where the model already has the weights
-                  theta, unlike in train(), and the batches are all of samples[client], in order;
-                  returns a tensor or a tuple of tensors
+                  theta, and the batches are all of samples[client], in order; returns a tensor or
+                  a tuple of tensors
         per_client, options  as for train()
 
-        Returns for each of these tensors the results of the K clients, [K, ...]. Raises UserError
-        if one is not finite.
+        Returns for each of these tensors the results of the K clients, [K, ...]. Raises Diverged if
+        one is not finite.
         """
         set_weights(self.model, theta)
         results = {}
-        for i in ranks.share_out([len(samples[k]) for k in ids]):
+        for i in self._mine(theta, ids, [len(samples[k]) for k in ids], t):
             k = int(ids[i])
             self.model.eval()
             pieces = samples[k].to(self.device).split(self.chunk)
@@ -211,6 +219,32 @@ class Trainer:
             results[i] = found if isinstance(found, tuple) else (found,)
         columns = zip(*ranks.gather(results), strict=True)
         return [finite(torch.stack(column).to(self.device)) for column in columns]
+
+    def _mine(self, theta: Tensor, ids: Tensor, sizes: Sequence[int], t: int) -> list[int]:
+        """Which of these pieces of work, in round t, this process does.
+
+        Raises UserError if the others have other weights or clients, because then each would do a
+        part of another work, and the sum would be nonsense.
+        """
+        if ranks.COUNT > 1:
+            checksum = theta.contiguous().view(torch.int32).sum().item()
+            facts = {"clients": ids.tolist(), "weights": checksum}
+            advice = "draw with random_at, or use --processes 1"
+            ranks.agree(facts, f"in round {t}", advice)
+        return ranks.share_out(sizes)
+
+    def count(self, ids: Tensor, passes: float = 0, numbers: float | Tensor = 0) -> None:
+        """Adds to the cost what these clients did, int64 [K].
+
+        passes   over a client's training samples
+        numbers  of four bytes that a client has received and sent, one or [K]
+        """
+        self.samples += int(passes * self.clients.sizes[ids].sum())
+        self.megabytes += 4e-6 * float(torch.as_tensor(numbers).expand(len(ids)).sum())
+
+    def cost(self) -> dict:
+        """The two columns of metrics.csv that say what the run has cost so far."""
+        return {"samples": self.samples, "megabytes": self.megabytes}
 
     def _optimizer(self, t: int) -> torch.optim.Optimizer:
         local, parameters = self.local, self.model.parameters()
@@ -243,6 +277,7 @@ class Trainer:
 
         selected         the clients that have trained, int64 [K]
         train_loss       the mean of their losses [K]
+        samples, megabytes  what the run has cost so far: see Trainer
 
         The others are measured in the rounds that are due:
 
@@ -256,52 +291,57 @@ class Trainer:
         selected_size    mean number of training samples of the selected clients
         rare_selected    which share of them holds a rare class, if there are rare classes
         """
-        clients, measures = self.clients, {"selected": selected, "train_loss": losses.mean()}
+        clients = self.clients
+        row = {"selected": selected, "train_loss": losses.mean(), **self.cost()}
         if not self.is_due(t):
-            return measures
-        m, names = clients.participating, [*clients.tests]
-        parts = [*clients.test[:m], *clients.tests.values()]
-        _, predicted = self.predict(theta, torch.cat(parts))
-        sizes = [len(part) for part in parts]
-        predicted = predicted.split(sizes)
-        pairs = [*zip(self.labels[torch.cat(parts)].split(sizes), predicted, strict=True)]
-        hits = [(labels == guess).float() for labels, guess in pairs]
-        shown = [m + names.index("ood")] if "ood" in names else range(m)
+            return row
+        answers = None
         if len(clients.held_out):
-            each = torch.stack([of_client.mean() for of_client in hits[:m]])
-            measures |= {
-                "accuracies": each,
-                "worst_tenth": worst_tenth(each),
-                "id_accuracy": torch.cat(hits[:m]).mean(),
-                "id_selected": torch.cat([hits[k] for k in selected]).mean(),
-            }
-        for name, of_test in zip(names, hits[m:], strict=True):
-            measures[f"{name}_accuracy"] = of_test.mean()
-        labels, guess = (torch.cat(both) for both in zip(*(pairs[i] for i in shown), strict=True))
-        measures["confusion"] = confusion(labels, guess, self.classes)
-        measures["selected_size"] = clients.sizes[selected].mean()
+            _, answers = self.map(client_answers, theta, clients.ids, clients.test, t)
+            row["id_selected"] = accuracy(answers[selected].sum(0))
+        row |= accuracy_columns(answers, self.on_tests(client_answers, theta, t))
+        row["selected_size"] = clients.sizes[selected].mean()
         if "rare" in clients.tests:
             rare = [clients.groups[k] != "more classes" for k in selected]
-            measures["rare_selected"] = sum(rare) / len(rare)
-        return measures
+            row["rare_selected"] = sum(rare) / len(rare)
+        return row
 
-    @torch.no_grad()
-    def predict(self, theta: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """The model with weights theta on these samples of the pool, int64 [n].
+    def on_tests(self, function: Callable, theta: Tensor, t: int, **options) -> dict[str, Tensor]:
+        """The confusion on each test set that belongs to no client, by its name: [C, C].
 
-        Returns their cross-entropies [n] and the predicted classes, int64 [n], on the CPU. Raises
-        UserError if a loss is not finite, because the largest of NaN logits would count as class 0.
+        function, options  as for map(); the confusion is the last of what it returns
         """
-        set_weights(self.model, theta)
-        self.model.eval()
-        batches, results = samples.to(self.device).split(self.chunk), {}  # all in one copy
-        for i in ranks.share_out([len(batch) for batch in batches]):
-            x, y = self.batch(batches[i])
-            logits = self.model(x)
-            results[i] = F.cross_entropy(logits, y, reduction="none"), logits.argmax(1)
-        columns = zip(*ranks.gather(results), strict=True)
-        losses, predicted = (torch.cat(column).cpu() for column in columns)
-        return finite(losses), predicted
+        found = {}
+        for name, samples in self.clients.tests.items():
+            pieces = samples.split(1000)  # for several processes
+            ids = torch.arange(len(pieces))
+            *_, answers = self.map(function, theta, ids, pieces, t, **options)
+            found[name] = answers.sum(0)
+        return found
+
+
+@torch.no_grad()
+def client_answers(model: nn.Module, batches: Batches) -> tuple[Tensor, Tensor]:
+    """The mean cross-entropy of a model on these batches, and its confusion [C, C]."""
+    losses, answers = [], 0
+    for x, y in batches:
+        logits = model(x)
+        losses.append(F.cross_entropy(logits, y, reduction="none"))
+        answers = answers + confusion(y, logits.argmax(1), logits.shape[1])
+    return torch.cat(losses).mean(), answers  # the loss shows if the largest logit was a NaN
+
+
+def accuracy_columns(answers: Tensor | None, tests: Mapping[str, Tensor]) -> dict:
+    """Columns of metrics.csv, from confusions: of the clients [M, C, C], and by test set [C, C]."""
+    row = {}
+    if answers is not None:
+        each = accuracy(answers)
+        row |= {"accuracies": each, "worst_tenth": worst_tenth(each)}
+        row["id_accuracy"] = accuracy(answers.sum(0))
+    for name, of_test in tests.items():
+        row[f"{name}_accuracy"] = accuracy(of_test)
+    row["confusion"] = tests["ood"] if "ood" in tests else answers.sum(0)
+    return row
 
 
 def confusion(labels: Tensor, predicted: Tensor, classes: int) -> Tensor:
@@ -321,7 +361,7 @@ def worst_tenth(accuracies: Tensor) -> Tensor:
 
 
 def finite(results: Tensor) -> Tensor:
-    """The same results. Raises UserError if one is not finite."""
+    """The same results. Raises Diverged if one is not finite."""
     if not results.isfinite().all():
-        raise UserError("training diverged, the model's results are not finite: lower --lr")
+        raise Diverged(f"training diverged, the model's results are not finite: {ADVICE}")
     return results

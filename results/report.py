@@ -1,48 +1,79 @@
-"""Compares your own runs over seeds and test domains: prints a table.
+"""Compares runs over seeds and test domains: prints a table, in which each folder is a row.
 
-    python -m results.report runs/*      a folder stands for all runs in it
-    python -m results.report runs/* --minus FedAvg
+    python -m results.report runs/mymethod runs/fedavg
 
-It is the table that a run prints at its end (common/runner/table.py): runs that differ in seed and
-test domain alone are one row, and a number is a mean over the seeds, ± their standard deviation.
-Differences are paired, seed by seed and domain by domain. Accuracies are in percent. A run that has
-not finished is left out.
+The runs in a folder may differ in seed and test domain alone. Each row is compared with the last
+one, run by run with the same seed and test domain, and a number is a mean over the seeds. It is the
+table that a run prints at its end. A run that is damaged or has not finished is left out.
 """
 
 import argparse
+import csv
+import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 
-from common import UserError, ranks
-from common.runner import table
+from common import UserError, first_line
+from common.runner import launch, table
 
 
-def folders_of(words):
-    """The folders of finished runs in the folders that these words name, each once."""
-    found = []
-    for word in words:
-        files = sorted(Path(word).resolve().rglob("metrics.csv"))
-        if not files and not Path(word).is_file():  # runs/* may hold the user's notes, too
-            raise UserError(f"no runs in {word}: give folders with metrics.csv")
-        found += [file.parent for file in files]
-    finished = []
-    for folder in dict.fromkeys(found):
-        if (folder / "model.pt").exists():
-            finished.append(folder)
-        else:
-            print(f"left out {folder}: not finished", file=sys.stderr)
-    if not finished:
-        raise UserError("no finished runs: give folders in which runs have left model.pt")
-    return finished
+def read(folder):
+    """The run in this folder, as table.report() takes it. Raises any error if it is damaged."""
+    (folder / "model.pt").stat()  # is there when a run has finished
+    about = json.loads((folder / "args.json").read_text(encoding="utf-8"))
+    text = (folder / "metrics.csv").read_text(encoding="utf-8-sig")
+    if ";" in text:  # a spreadsheet has saved it, and may have written 0,5 for 0.5
+        text = text.replace(",", ".").replace(";", ",")
+    rows = []
+    for line in csv.DictReader(text.splitlines()):
+        numbers = {column: float(line[column]) for column in table.COLUMNS if line.get(column)}
+        rows.append({"round": int(line["round"]), **numbers})
+    rows[0]  # a table needs a round at least
+    return Namespace(
+        args=Namespace(**about["flags"]), rows=rows, folder=folder, images=about["data"],
+        machine=about["machine"],
+    )  # fmt: skip
+
+
+def row(folder):
+    """The runs in a folder. Raises UserError if they differ in more than seed and test domain."""
+    files = sorted(folder.rglob("metrics.csv"))
+    if not files:
+        print(f"left out {folder}: there is no run in it, so no metrics.csv", file=sys.stderr)
+    runs, settings = {}, {}
+    for file in files:
+        try:
+            run = read(file.parent)
+            settings[str(run.folder.relative_to(folder))] = table.settings(run)
+            twin = runs.setdefault(table.which(run), run)
+        except Exception as e:  # of a damaged file it can be of any type
+            why = f"not finished or damaged ({first_line(e)})"
+            print(f"left out {file.parent}: {why}", file=sys.stderr)
+            continue
+        if twin is not run:
+            raise UserError(f"{twin.folder} and {run.folder} have one seed: name each as a row")
+    if different := table.differing(settings):
+        raise UserError(f"{folder} is no row, because its runs differ: {different}")
+    return [*runs.values()]
 
 
 def main():
     parser = argparse.ArgumentParser(prog="results.report", description=__doc__.split("\n")[0])
-    parser.add_argument("folders", nargs="*", metavar="FOLDER")
-    parser.add_argument("--minus", metavar="ROW", help="the row that all others are compared with")
-    args = parser.parse_args()
-    table.report(map(table.read, folders_of(args.folders)), args.minus)
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a row of the table")
+    rows = {}
+    for word in parser.parse_args().folders:
+        folder = Path(word).resolve()
+        runs = rows.pop(folder, None) or row(folder)  # runs/* runs/fedavg names one twice
+        if runs:
+            rows[folder] = runs
+    if not rows:
+        raise UserError("no finished runs: give folders in which runs have left model.pt")
+    depth = 1  # so many parts of a path tell the rows apart
+    while len({folder.parts[-depth:] for folder in rows}) < len(rows):
+        depth += 1
+    table.report({"/".join(folder.parts[-depth:]): runs for folder, runs in rows.items()})
 
 
 if __name__ == "__main__":
-    ranks.launch(main)
+    launch(main)

@@ -9,9 +9,8 @@ A *measure* is a function that says of rounds [n] the mean of which of them coun
 import csv
 import fnmatch
 import re
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from scipy.stats import gmean
@@ -24,7 +23,8 @@ RESULTS = Path(__file__).parent
 
 
 def read_csv(file):
-    return list(csv.DictReader(file.read_text(encoding="utf-8").splitlines()))
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(lines, restval=""))
 
 
 def read(file):
@@ -64,13 +64,26 @@ def around(level, count=5):
     return lambda rounds: abs(rounds - level).argsort(kind="stable")[:count]
 
 
-def rounds_to(target, rounds, curve):
-    """The round in which a curve [rounds] reaches the target, or inf: McMahan et al., section 3.
+def samples(run):
+    """The rounds of a run that say how many samples were trained on, and how many since the last.
 
-    It is the best value so far that counts, on a line from evaluation to evaluation.
+    Both are [n].
     """
-    best = np.maximum.accumulate(curve)
-    return np.interp(target - 1e-9, best, rounds, right=np.inf)  # the first round of equal ones
+    columns = ["round", "clients", "selected_size"]
+    found = [[float(line[c]) for c in columns] for line in run if line["selected_size"]]
+    rounds, clients, sizes = np.array(found).T
+    return rounds, clients * sizes * np.diff(rounds, prepend=0)
+
+
+def equal_samples(run, other):
+    """The round in which `run` has trained on as many samples as `other` has at its end.
+
+    All participating clients of `run` train before round 1. This counts as four rounds of `other`,
+    in which ten of the same 40 train at random.
+    """
+    (rounds, trained), (others, budget) = samples(run), samples(other)
+    so_far = 4 * budget.sum() / others[-1] + trained.cumsum()
+    return rounds[np.searchsorted(so_far, budget.sum())]
 
 
 def spread(text):
@@ -79,56 +92,43 @@ def spread(text):
     return float(mean or "nan"), float(deviation or 0)
 
 
-@dataclass
-class Comparison:
+class Comparison(SimpleNamespace):
     """A line of comparisons.csv: a method and a baseline, run by run with the same seeds.
 
-    block             the table; that of runs at the papers' own size may wait for its runs
+    page, block       the table
     family            whose p are corrected for their number, or ""
     label             "METHOD, not BASELINE: what is compared"
     method, baseline  experiments; a * stands for several, of which the mean counts
+    column            of the runs, see series()
     seeds             "3-7", or "" for all that both have
     measure           "" for the last five evaluations, "last" for the last one, "all" for all of
-                      them, "ratio" for the ratio of the means over all of them, "to 40" for that of
-                      the rounds to 40 percent
+                      them, "ratio" for the ratio of the means over all of them; "samples" compares
+                      the baseline's last five with the method's at equally many samples trained,
+                      see equal_samples()
     paper, paper_baseline  what the paper reports, as "42.9 ± 1.1"
+    picture           the picture in results/ that shows it, or ""
     """
-
-    page: str
-    block: str
-    family: str
-    label: str
-    method: str
-    baseline: str
-    column: str
-    seeds: str
-    measure: str
-    paper: str
-    paper_baseline: str
 
     def load(self, runs):
         """Finds self.values [method or baseline, seed, experiment, round], and other numbers."""
         patterns = (self.method, self.baseline)
         sides = [[runs[name] for name in fnmatch.filter(runs, pattern)] for pattern in patterns]
         low, high = map(int, (self.seeds or "0-999").split("-"))
-        self.common = []
-        if all(sides):
-            self.common = sorted(set(range(low, high + 1)).intersection(*sides[0], *sides[1]))
+        assert all(sides), f"comparisons.csv: there are no runs for {self.label}"
+        self.common = sorted(set(range(low, high + 1)).intersection(*sides[0], *sides[1]))
         papers = [spread(self.paper), spread(self.paper_baseline)]
         self.paper_means, self.paper_deviations = np.array(papers).T
         self.effect = self.paper_means[0] - self.paper_means[1]
         self.p = None  # corrected, if the comparison belongs to a family
-        self.is_ratio = self.measure not in ("", "last", "all")
-        self.sign = measure_of(self.column).better
-        if not self.common:
-            assert self.block == "full", f"comparisons.csv: there are no runs for {self.label}"
-            return
+        self.is_ratio = self.measure == "ratio"
         found = [
             [[series(of_seeds[seed], self.column) for of_seeds in side] for seed in self.common]
             for side in sides
         ]
         self.rounds = np.array([*found[0][0][0]])  # all runs of a comparison have the same rounds
         self.values = np.array([[[[*run.values()] for run in of] for of in side] for side in found])
+        if self.measure == "samples":
+            self.equal = [equal_samples(*(side[0][seed] for side in sides)) for seed in self.common]
 
     def names(self):
         """The label's parts: method, baseline, and what is compared."""
@@ -137,16 +137,17 @@ class Comparison:
 
     def over_experiments(self, values):
         """The mean over the experiments: [2, seeds, experiments, ...] becomes [2, seeds, ...]."""
-        return gmean(values, axis=2) if self.measure == "ratio" else values.mean(2)
+        return gmean(values, axis=2) if self.is_ratio else values.mean(2)
 
     def sides(self, measure=None):
         """A measure of the method's and the baseline's runs [2, seeds]."""
-        if self.measure.startswith("to "):
-            target = float(self.measure[3:])
-            reached = partial(rounds_to, target, self.rounds)
-            return np.apply_along_axis(reached, -1, self.over_experiments(self.values))
-        measure = measure or around(10**9, {"": 5, "last": 1}.get(self.measure, 10**9))
-        return self.over_experiments(self.values[..., measure(self.rounds)].mean(-1))
+        counts = {"last": 1, "all": 10**9, "ratio": 10**9}
+        measure = measure or around(10**9, counts.get(self.measure, 5))
+        values = self.values[..., measure(self.rounds)].mean(-1)
+        if self.measure == "samples":
+            for seed, t in enumerate(self.equal):
+                values[0, seed] = self.values[0, seed][:, around(t)(self.rounds)].mean(-1)
+        return self.over_experiments(values)
 
     def difference(self, measure=None):
         """Method minus baseline, seed by seed [seeds]; for a ratio, the logarithm of it."""
@@ -158,8 +159,9 @@ class Comparison:
 
         None if it never does, or if it is then beyond by 2 points, or 0.02 nats.
         """
+        better = measure_of(self.column).better
         for t in self.rounds:
-            beyond = self.sign * (self.sides(around(t))[1].mean() - self.paper_means[1])
+            beyond = better * (self.sides(around(t))[1].mean() - self.paper_means[1])
             if beyond >= 0:
                 return t if beyond < (2 if in_percent(self.column) else 0.02) else None
         return None
@@ -176,11 +178,17 @@ class Comparison:
         return 2 * student.sf(abs(difference.mean() - self.effect) / total**0.5, freedom)
 
 
-def comparisons():
-    """The lines of comparisons.csv: (page, block) -> lines."""
-    runs, blocks = {}, {}
-    for name in ("wu", "mcmahan", "fediir", "uefl", "examples", "silos", "oracle"):
+def recorded_runs():
+    """All runs of all CSVs: experiment -> seed -> run."""
+    runs = {}
+    for name in ("wu", "fediir", "uefl", "examples", "silos", "oracle"):
         runs |= read(RESULTS / f"{name}.csv")
+    return runs
+
+
+def comparisons(runs):
+    """The lines of comparisons.csv: (page, block) -> lines."""
+    blocks = {}
     for line in read_csv(RESULTS / "comparisons.csv"):
         comparison = Comparison(**line)
         comparison.load(runs)
@@ -188,15 +196,12 @@ def comparisons():
     return blocks
 
 
-def build(file, blocks):
-    """Writes tables, name -> table, into a page, each after its line <!-- NAME -->."""
-    text = file.read_text()
-    for name, (header, *lines) in blocks.items():
-        mark = f"<!-- {name} -->\n"
-        if mark not in text:
-            raise UserError(f"{file} has no line {mark.strip()} for its table")
-        table = ""
-        for cells in (header, ["---"] * len(header), *lines):
-            table += f"| {' | '.join(cells)} |\n"
-        text = re.sub(rf"{mark}(\|.*\n)*", mark + table, text)
-    file.write_text(text)
+def build(file, name, lines):
+    """Writes a table into a page, after its line <!-- NAME -->."""
+    text, mark = file.read_text(), f"<!-- {name} -->\n"
+    if mark not in text:
+        raise UserError(f"{file} has no line {mark.strip()} for its table")
+    header, *lines = lines
+    lines = [header, ["---"] * len(header), *lines]
+    table = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    file.write_text(re.sub(rf"{mark}(\|.*\n)*", lambda _: mark + table, text))

@@ -11,14 +11,13 @@ if not any("test_gpu" in word for word in sys.argv):
 
 import pytest
 import torch
-from helpers import drawn, lines_of, make_tiny
+from helpers import drawn, lines_of, make_tiny, save_each_round
 from matplotlib.figure import Figure
 
 import common.data
 from common import random_at, ranks
-from common.data import load
 from common.models import build
-from common.runner import runs
+from common.runner import launch, runs
 from common.splits import Clients
 from common.train import LocalTraining, Trainer
 
@@ -30,7 +29,6 @@ def alone(monkeypatch):
     """Draws glyphs once, never forks pytest, and lets the folders of two tests have one path."""
     monkeypatch.setattr(common.data, "glyphs", drawn)
     monkeypatch.setattr(ranks, "cores", lambda: 1)
-    load.cache_clear()
 
 
 @pytest.fixture
@@ -61,6 +59,7 @@ def start(monkeypatch, tmp_path):
     """start(method, "--flag value ...") runs a method on the tiny data. Returns its folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(common.data, "load", lambda name, *args: make_tiny())
+    monkeypatch.setattr(common.data, "rotated", lambda data, *args: data)
 
     def run_method(method, flags):
         def draw_once(self, file, **options):
@@ -91,15 +90,15 @@ def start_and_stop(start, monkeypatch):
     """
 
     def run_method(method, flags, round, folder):
-        save = runs.Run.save
-
-        def save_or_stop(self):
-            if self.t == round and self.folder.name == folder:
-                raise KeyboardInterrupt
-            save(self)
-
         with monkeypatch.context() as patch:
-            patch.setattr(runs, "SAVE_EVERY", -1)
+            save_each_round(patch.setattr)
+            save = runs.Run.save
+
+            def save_or_stop(self):
+                if self.t == round and self.folder.name == folder:
+                    raise KeyboardInterrupt
+                save(self)
+
             patch.setattr(runs.Run, "save", save_or_stop)
             with pytest.raises(KeyboardInterrupt):
                 start(method, flags)
@@ -111,19 +110,20 @@ def start_and_stop(start, monkeypatch):
 def launched(capsys, monkeypatch, tmp_path):
     """launched(method, "--flag value ...") is the exit code of a program, and its lines on stderr.
 
-    With the fixture `start` as the third argument, it has the tiny data.
+    What it has printed is in launched.out. With the fixture `start` as the third argument,
+    it has the tiny data.
     """
     monkeypatch.chdir(tmp_path)
 
-    def launch(method, flags, run=lambda method, flags: method.main(shlex.split(flags))):
+    def end_of(method, flags, run=lambda method, flags: method.main(shlex.split(flags))):
         capsys.readouterr()
-        load.cache_clear()  # as in a program of its own
         monkeypatch.setattr(sys, "argv", [method.__file__])
         code = 0
         try:
-            ranks.launch(lambda: run(method, flags))
+            launch(lambda: run(method, flags))
         except SystemExit as end:
             code = end.code
-        return code, lines_of(capsys.readouterr().err)
+        end_of.out, err = capsys.readouterr()
+        return code, lines_of(err)
 
-    return launch
+    return end_of

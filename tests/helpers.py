@@ -13,7 +13,7 @@ from PIL import Image
 import common.data
 from common import random_at
 from common.data import Dataset
-from common.runner import flags, setup
+from common.runner import flags, runs, setup
 from common.splits import Clients
 from common.train import Trainer, set_weights
 
@@ -52,35 +52,41 @@ def draw_images(folder, parts=("train", "test"), classes=("cat", "dog"), n=3) ->
 # ---------------------------------------------------------------- what a run begins with
 
 
-def parse(method, words: str) -> Namespace:
-    """The flags of this method's program."""
-    own = method.SETTINGS, method.SMALL, method.own_flags
-    return flags.parse(method.__file__, method.__doc__, *own, words.split())
-
-
 def parsed(method, words: str) -> Namespace:
     """The flags of one run of this method, as the fixture `start` would run it."""
-    args = parse(method, f"--device cpu --precision float32 {words}")
-    return Namespace(**{**vars(args), "seed": args.seed[0]})
+    return flags.defaults(method, f"--device cpu --precision float32 {words}")
 
 
 def prepared(method, words: str) -> tuple[Namespace, Dataset, Clients, Trainer]:
     """The flags, the data, the clients and the trainer of a run."""
     args = parsed(method, words)
-    data, clients, model = setup.assemble(args, getattr(method, "build_model", setup.build_model))
+    data = common.data.load(args.dataset)
+    build = getattr(method, "build_model", setup.build_model)
+    clients, model = setup.assemble(args, data, build)
     trainer = Trainer(data, clients, model, local=setup.local_training(args), seed=args.seed)
     return args, data, clients, trainer
 
 
-def poison(client: int, t: int, patch=setattr) -> None:
-    """In round t the images of this client are NaN, so it diverges."""
+def poison(client: int, t: int, patch=setattr, seed: int = 0) -> None:
+    """In round t of the run with this seed the images of this client are NaN, so it diverges."""
     batches = Trainer._batches
 
     def poisoned(self, *where):
         for x, y in batches(self, *where):
-            yield x * (torch.nan if where[:2] == (client, t) else 1), y
+            yield x * (torch.nan if (self.seed, *where[:2]) == (seed, client, t) else 1), y
 
     patch(Trainer, "_batches", poisoned)
+
+
+def save_each_round(patch=setattr) -> None:
+    """From now on, each round leaves a checkpoint, and not only one in half a minute."""
+    save = runs.Run.save
+
+    def save_and_be_due(self):
+        save(self)
+        self.save_at = -1.0
+
+    patch(runs.Run, "save", save_and_be_due)
 
 
 # ---------------------------------------------------------------- what a run leaves

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # or every child would import it
-from helpers import make_tiny
+from helpers import make_tiny, save_each_round
 from matplotlib.figure import Figure
 
 import common.data
@@ -22,7 +22,7 @@ import fediir
 import minimax_select
 import uefl
 from common import ranks
-from common.runner import runs
+from common.runner import launch, runs
 
 SMALL = "--width 0.125 --local-epochs 1 --batch-size 8 --device cpu --precision float32 "
 SKEWED = f"{SMALL} --model cnn --clients 8 --participating 6 --partition dirichlet --dirichlet 1 "
@@ -45,7 +45,8 @@ def on_tiny_data(folder) -> None:
     os.chdir(folder)
     torch.set_num_threads(1)
     common.data.load = lambda name, *args: make_tiny()
-    runs.SAVE_EVERY = -1
+    common.data.rotated = lambda data, *args: data
+    save_each_round()
     Figure.savefig = lambda self, file, **options: Path(file).touch()
 
 
@@ -60,7 +61,7 @@ def child(method, flags: list[str], folder, first=lambda: None) -> multiprocessi
         sys.argv = [f"{method.__name__}.py"]
         first()
         with open("out", "a") as sys.stdout, open("err", "a") as sys.stderr:
-            ranks.launch(lambda: method.main(flags))
+            launch(lambda: method.main(flags))
 
     process = multiprocessing.get_context("fork").Process(target=main)
     process.start()
@@ -81,6 +82,4 @@ def kill_rank_1_in_round_2() -> None:
 
 if __name__ == "__main__":
     on_tiny_data(sys.argv[1])
-    ranks.launch(
-        lambda: [m.main([*flags.split(), "--out", m.__name__]) for m, flags in CALLS.items()]
-    )
+    launch(lambda: [m.main([*flags.split(), "--out", m.__name__]) for m, flags in CALLS.items()])

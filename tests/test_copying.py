@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-import torch.nn.functional as F
 from helpers import ROOT, largest_by_numpy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -106,12 +105,6 @@ def test_the_plain_examples_learn(capsys):
     assert "codewords of each client: [4, 4, 12]" in printed
 
 
-def some_clients():
-    torch.manual_seed(0)
-    labels = [torch.randint(1 + i % 3, (20 + 5 * i,)) for i in range(6)]
-    return [(torch.randn(len(y), 8) + 2 * F.one_hot(y, 8), y) for y in labels]
-
-
 def test_the_plain_loop_selects_as_equation_16_and_weights_as_equation_14():
     torch.manual_seed(0)
     loop = example("without_a_framework")
@@ -143,55 +136,6 @@ def test_the_plain_loop_selects_as_equation_16_and_weights_as_equation_14():
     for found, right in zip(model.parameters(), by_hand.parameters(), strict=True):
         assert torch.allclose(found, right, atol=1e-5)
     assert torch.allclose(model[1].running_mean, by_hand[1].running_mean, atol=1e-5)
-
-
-def with_batch_norm(uefl):
-    """The example's model, with batch norm in its encoder, which the user's own may have."""
-    model = uefl.Model()
-    model.encoder.append(torch.nn.BatchNorm1d(16))
-    return model
-
-
-def test_the_codebook_example_averages_as_by_hand():
-    uefl, clients = example("uefl_codebook"), some_clients()[:3]
-    model, first = with_batch_norm(uefl), torch.arange(6) < 4
-    may_use = uefl.give_codewords(model, clients, torch.ones(3, 4, dtype=torch.bool), k=1, v=2)
-    assert torch.equal(may_use, torch.stack([first, first | True, first]))
-    trained = [uefl.local_training(model, *client, may_use[k]) for k, client in enumerate(clients)]
-    before, thetas, n = uefl.get_weights(model), torch.stack(trained), torch.tensor([20, 25, 30])
-    theta = uefl.average(before, thetas, n, uefl.uses(model, may_use))
-    uefl.set_weights(model, thetas[1])
-    words = model.codebook.codewords[4:].detach().clone()  # those of client 1 alone
-    uefl.set_weights(model, torch.from_numpy(np.average(thetas, axis=0, weights=n)))
-    model.codebook.codewords.data[4:] = words
-    assert torch.allclose(theta, uefl.get_weights(model), atol=1e-6)
-
-
-def test_measuring_the_codebook_examples_uncertainty_changes_no_statistics():
-    uefl = example("uefl_codebook")
-    model, (x, _), may_use = with_batch_norm(uefl), some_clients()[0], torch.arange(4) > 0
-    uefl.set_weights(model, uefl.local_training(model, 9 * x, torch.zeros(20).long(), may_use))
-    before = uefl.get_weights(model)
-    one, other = (uefl.uncertainty(model, x, may_use) for _ in range(2))
-    assert torch.equal(uefl.get_weights(model), before) and one != other, "dropout stays on"
-    model.classifier[0].p = 0.0
-    p = model.eval()(x, may_use)[0].softmax(1).detach()
-    expected = scipy.stats.entropy(p, axis=1).mean()
-    assert uefl.uncertainty(model, x, may_use).item() == pytest.approx(expected, abs=1e-5)
-
-
-def test_the_plain_loop_and_the_codebook_example_leave_out_a_client_that_returns_nan():
-    loop, uefl, clients = example("without_a_framework"), example("uefl_codebook"), some_clients()
-    clients[1][0].fill_(torch.nan)
-    plain, book = loop.new_model(), with_batch_norm(uefl)
-    loop.federate(plain, clients, lambda table: torch.tensor([1, 4]), rounds=2)
-    v = len(book.codebook.codewords)
-    may_use, _ = uefl.federate(book, clients[:3], iterations=2, rounds=2, gamma=0, v=2)
-    assert sorted(may_use.sum(1).tolist()) == [v, v, v + 2] and may_use[1].sum() == v, (
-        "one of the others"
-    )
-    for model in (plain, book):
-        assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["--write"]:

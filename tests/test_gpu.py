@@ -7,7 +7,7 @@ import convex_hull_select
 import fedavg
 import fediir
 import uefl
-from common.devices import pick_device, pick_precision
+from common.devices import set_up
 from common.models import build
 from common.train import LocalTraining, Trainer, local_solver
 
@@ -53,6 +53,6 @@ def test_a_run_on_a_gpu(start, method):
 
 
 def test_auto_takes_the_gpu_and_the_precision_of_its_hardware(full_precision):
-    assert pick_device("auto").type == "cuda"
-    expected = "bfloat16" if torch.cuda.is_bf16_supported(False) else "tf32"
-    assert pick_precision("auto", torch.device("cuda"), "resnet18") == expected
+    device, precision = set_up("auto", "auto", "resnet18")
+    fast = torch.cuda.is_bf16_supported(False)
+    assert (device.type, precision) == ("cuda", "bfloat16" if fast else "tf32")

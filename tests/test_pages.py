@@ -1,8 +1,10 @@
 """The pages of results: their numbers and tables, and how finished runs come into the CSVs."""
 
 import csv
+import fnmatch
 import importlib
 import json
+import re
 import shutil
 import sys
 from argparse import Namespace
@@ -19,7 +21,12 @@ from results import experiments, page, tables
 
 EXPERIMENTS = list(csv.DictReader((ROOT / "results/experiments.csv").open()))
 PAGES = [*METHODS, "fediir_limits"]
-BUILT = ["README.md", "results/README.md", *(f"docs/{name}.md" for name in PAGES)]
+BUILT = [
+    "README.md",
+    "results/README.md",
+    "results/also_run.md",
+    *(f"docs/{name}.md" for name in PAGES),
+]
 
 
 # ------------------------------------------------------------------------------ the committed pages
@@ -35,7 +42,7 @@ def rebuilt(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for module in (page, tables):
             patch.setattr(module, "RESULTS", folder / "results")
-        patch.setattr(page, "draw", lambda *args: None)
+        patch.setattr(page, "picture", lambda *args: None)
         patch.setattr(page, "curves", lambda *args: None)
         page.main()
     return folder
@@ -46,6 +53,21 @@ def test_the_committed_pages_agree_with_the_csvs(rebuilt, name):
     text = (ROOT / name).read_text()
     assert "<!-- " in text, f"{name} has no table of results"
     assert (rebuilt / name).read_text() == text, "run python -m results"
+
+
+def test_the_predictions_are_counted():
+    """Semicolons separate them. The last line says how many came out, failed, and did not run."""
+    *table, last = (ROOT / "results/predictions.md").read_text().split("| --- |\n")[1].splitlines()
+    came_out, failed, not_run = 0, 0, 0
+    for line in table:
+        _, _, _, expected, outcome, _ = line.split("|")
+        count = expected.count(";") + 1
+        if outcome == " not run ":
+            not_run += count
+        else:
+            assert outcome.count(";") + 1 == count, line
+            came_out, failed = came_out + count, failed + outcome.count("**failed**")
+    assert re.findall(r"\d+", last) == [str(n) for n in (came_out, failed, not_run)], last
 
 
 def test_a_main_claim_by_another_way(rebuilt):
@@ -70,7 +92,7 @@ def test_the_commands_of_the_experiments_are_understood(row, tmp_path, monkeypat
     program, *flags = row["command"].split()
     method = importlib.import_module(program.removesuffix(".py"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(method.compare, "run", lambda args, *rest, **more: args.seed)
+    monkeypatch.setattr(method.compare, "run", lambda args, *rest, **more: args.seeds)
     if row["variation"]:
         assert experiments.diff_of(row["variation"]).exists()
     else:
@@ -81,6 +103,15 @@ def test_the_commands_of_the_experiments_are_understood(row, tmp_path, monkeypat
 # ------------------------------------------------------------------------------------------ numbers
 
 
+def loaded(runs, **changes):
+    """The comparison of the experiments a and b among these runs."""
+    cells = dict.fromkeys(tables.read_csv(ROOT / "results/comparisons.csv")[0], "")
+    cells |= {"method": "a", "baseline": "b", "column": "id_accuracy", **changes}
+    c = tables.Comparison(**cells)
+    c.load(runs)
+    return c
+
+
 def comparison(method, baseline, **changes):
     """The comparison of two experiments whose seeds have these lists of ID accuracies."""
     runs = {}
@@ -88,12 +119,7 @@ def comparison(method, baseline, **changes):
         for seed, values in enumerate(of_seeds):
             rows = [{"round": str(t), "id_accuracy": str(v)} for t, v in enumerate(values, 1)]
             runs.setdefault(name, {})[seed] = rows
-    cells = dict.fromkeys(tables.Comparison.__annotations__, "")
-    c = tables.Comparison(**{**cells, "method": "a", "baseline": "b", "column": "id_accuracy"})
-    for name, value in changes.items():
-        setattr(c, name, value)
-    c.load(runs)
-    return c
+    return loaded(runs, **changes)
 
 
 def test_a_column_of_a_run():
@@ -126,46 +152,58 @@ def test_the_level_of_the_paper():
     assert levels == {"29": 1, "39 ± 1": 4, "60": 6, "35": None, "71": None}
 
 
-def test_rounds_to_a_target():
-    """By hand: 60 percent lies halfway between the best so far of round 2 and that of round 4."""
-    assert tables.rounds_to(60, [1, 2, 3, 4], [30, 50, 40, 70]) == pytest.approx(3.5)
-    assert tables.rounds_to(50, [1, 2, 3, 4], [30, 50, 50, 70]) == pytest.approx(2)
-    assert tables.rounds_to(20, [5, 10], [30, 50]) == 5, "before the first evaluation"
-    assert tables.rounds_to(80, [1, 2], [30, 50]) == np.inf
-    rising, slow = [[0.2, 0.4, 0.6, 0.8]] * 2, [[0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.4, 0.9]]
-    c = comparison(rising, slow, measure="to 40")
-    assert c.sides() == pytest.approx(np.array([[2, 2], [4, 3]]))
-    assert np.exp(c.difference()) == pytest.approx([2 / 4, 2 / 3])
-
-
-def test_the_table_of_rounds():
-    """50 percent lies at 1.6 with the first seed, between rounds 1 and 2, and else at round 4."""
-    rising = [[0.2, 0.7, 0.7, 0.8], [0.1, 0.2, 0.3, 0.5], [0.1, 0.1, 0.1, 0.5]]
-    at = comparison(rising, rising, measure="to 50", paper="3", label="here")
-    _, (label, seeds, mean, paper) = page.rounds([at])
-    assert (label, seeds, paper) == ("here", "1.6, 4.0, 4.0", "3")
-    logs = np.log([1.6, 4, 4])
+def test_the_sentence_on_mcmahans_table_repeats_from_its_csv():
+    """The round in which the best value so far reaches 99 percent, on a line between two rounds."""
+    found = []
+    for run in tables.read(ROOT / "results/mcmahan.csv")["mcmahan/iid-5-10"].values():
+        curve = tables.series(run, "ood_accuracy")
+        best = np.maximum.accumulate([*curve.values()])
+        found.append(np.interp(99 - 1e-9, best, [*curve]))
+    logs = np.log(found)
     low, high = np.exp(ttest_1samp(logs, 0).confidence_interval())
-    assert mean == f"{np.exp(logs.mean()):.1f} ({low:.1f} to {high:.1f})"
+    text = " ".join((ROOT / "results/README.md").read_text().split())
+    *others, last = (f"{t:.1f}" for t in found)
+    assert f"it takes {', '.join(others)} and {last} rounds" in text
+    assert f"{np.exp(logs.mean()):.1f} ({low:.1f} to {high:.1f}) as a geometric mean" in text
 
 
-def test_only_runs_at_the_papers_own_size_may_be_missing():
-    c = comparison([], [[0.5]], block="full", label="mine, not random: an hour", paper="9 ± 1",
-                   paper_baseline="7 ± 2")  # fmt: skip
-    ours = ["not run yet", "", "", "", "an hour"]
-    assert page.full([c])[1] == ["mine, not random", "9 ± 1, 7 ± 2", "+2.0", *ours]
+def test_a_row_without_runs_is_refused_and_one_of_a_single_seed_has_no_interval():
     with pytest.raises(AssertionError, match="no runs"):
         comparison([], [[0.5]])
-    c = comparison([[0.5], [0.7]], [[0.1], [0.2]], block="full", seeds="0-4", label="x: y")
-    both, by = "60.0 ± 14.1, 15.0 ± 7.1", with_interval(c.difference(), c.column)
-    assert page.full([c])[1][3:7] == [both, by, "", "0-1"]
+    c = comparison(
+        [[0.5]], [[0.1]], label="x: y", paper="9 ± 1", paper_baseline="7 ± 2", seeds="0-4"
+    )
+    header, cells = page.table([c])
+    assert header == ("", "method", "baseline", "difference", "seeds", "the paper, p of equal")
+    assert cells == ("x: y", "50.0", "10.0", "+40.0", "0", "+2.0")
 
 
-def test_rows_that_wait_for_runs_name_experiments():
+def test_equally_many_samples():
+    """By hand: the baseline trains on 10 samples a round, so on 100 in all, and the pass is 40.
+
+    The method trains on 20 a round, so it has 100 after round 3, and rounds 1 to 5 count.
+    """
+    runs = {}
+    for name, size in {"a": "10", "b": "5"}.items():
+        lines = [{"round": str(t), "mE": str(t), "clients": "2", "selected_size": size}
+                 for t in range(1, 11)]  # fmt: skip
+        runs[name] = {7: lines}
+    assert tables.equal_samples(runs["a"][7], runs["b"][7]) == 3
+    c = loaded(runs, measure="samples", column="mE")
+    assert c.sides().tolist() == [[3], [8]]
+    for t, line in enumerate(runs["a"][7]):  # as if only every fourth round had been evaluated
+        line["selected_size"] *= t % 4 == 3
+    assert tables.equal_samples(runs["a"][7], runs["b"][7]) == 4
+
+
+def test_every_recorded_experiment_is_shown():
+    """In a row of comparisons.csv, or else by its name in a sentence."""
     rows = tables.read_csv(ROOT / "results/comparisons.csv")
-    waiting = [row for row in rows if row["block"] == "full"]
-    names = {row[side] for row in waiting for side in ("method", "baseline")}
-    assert names and names <= {row["experiment"] for row in EXPERIMENTS}
+    patterns = {row[side] for row in rows for side in ("method", "baseline")}
+    text = (ROOT / "results/also_run.md").read_text()
+    for name in tables.recorded_runs():
+        shown = any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+        assert shown or f"`{name}`" in text, f"{name} was run: show it, or say so in also_run.md"
 
 
 def test_holms_correction():
@@ -193,27 +231,37 @@ def test_the_papers_effect_is_tested_with_the_papers_spread():
 # -------------------------------------------------------------------------------------- experiments
 
 
-def finished(folder, seed, code):
+def finished(folder, seed):
     """A folder as an experiment leaves it, with a baseline."""
     for out in (folder / "x/good" / seed, folder / "x/good" / f"{seed}-random"):
         out.mkdir(parents=True)
-        (out / "args.json").write_text(json.dumps({"flags": {"code": "abcdefgh"}, "torch": "2.14"}))
+        (out / "args.json").write_text(
+            json.dumps({"flags": {"code": "abcdefgh"}, "machine": "torch 2.14, cpu"})
+        )
         (out / "metrics.csv").write_text("round,mA,selected\n1,0.5,4 2\n2,,2 3\n")
-    (folder / "x/good" / seed / "exit").write_text(str(code))
 
 
-def test_finished_runs_are_recorded_once_and_failed_ones_never(tmp_path, monkeypatch):
+def test_finished_runs_are_recorded_once(tmp_path, monkeypatch):
     header = "experiment,seed,code,torch,round,mA,clients_so_far\n"
     monkeypatch.setattr(experiments, "RESULTS", tmp_path)
     file = tmp_path / "x.csv"
     file.write_text(header)
-    finished(tmp_path, "0", code=0)
-    finished(tmp_path, "1", code=1)
+    finished(tmp_path, "0")
+    finished(tmp_path, "05")  # another seed, whose name begins alike
     lines = [f"x/good{name},0,abcdefg,2.14,1,0.5,2\n,,,,2,,3\n" for name in ("", "-random")]
     for _ in range(2):
-        experiments.record(tmp_path, "x/good", "0")
-        experiments.record(tmp_path, "x/good", "1")
+        assert experiments.record(tmp_path, "x/good", "0")
         assert file.read_text() == header + "".join(lines)
+
+
+def test_a_run_that_fails_is_not_recorded(tmp_path, monkeypatch, capsys):
+    (tmp_path / "x.csv").write_text("experiment,seed,code,torch,round,mA\n")
+    experiment = {"variation": "", "command": "fedavg.py --no-such-flag"}
+    monkeypatch.setattr(experiments, "RESULTS", tmp_path)
+    monkeypatch.setattr(experiments, "EXPERIMENTS", {("x/bad", "0"): experiment})
+    assert experiments.run(tmp_path, ("x/bad", "0")) is None
+    assert "failed" in capsys.readouterr().out
+    assert "no-such-flag" in (tmp_path / "x/bad/0.log").read_text()
 
 
 @pytest.mark.parametrize("name", ["x/misspelt", "x/planned"])
@@ -221,7 +269,7 @@ def test_only_recorded_experiments_are_checked(name, tmp_path, monkeypatch):
     (tmp_path / "x.csv").write_text("experiment,seed,code,torch,round,mA\n")
     monkeypatch.setattr(experiments, "RESULTS", tmp_path)
     monkeypatch.setattr(experiments, "EXPERIMENTS", {("x/planned", "0"): {}})
-    monkeypatch.setattr(sys, "argv", ["experiments", "--check", name, "0"])
+    monkeypatch.setattr(sys, "argv", ["experiments", "--check", f"{name}/0"])
     with pytest.raises(UserError, match="no such recorded experiment"):
         experiments.main()
 
@@ -237,7 +285,7 @@ def test_a_recorded_row_runs_again_and_says_whether_it_repeats(
     tmp_path, monkeypatch, capsys, recorded, says
 ):
     def run(folder, job):
-        finished(folder, job[1], code=0)
+        finished(folder, job[1])
         return job
 
     header = "experiment,seed,code,torch,round,mA,clients_so_far\n"
@@ -246,7 +294,7 @@ def test_a_recorded_row_runs_again_and_says_whether_it_repeats(
     monkeypatch.setattr(experiments, "RESULTS", tmp_path)
     monkeypatch.setattr(experiments, "EXPERIMENTS", {("x/good", "0"): {}})
     monkeypatch.setattr(experiments, "run", run)
-    monkeypatch.setattr(sys, "argv", ["experiments", "--check", "x/good", "0"])
+    monkeypatch.setattr(sys, "argv", ["experiments", "--check", "x/good/0"])
     with pytest.raises(SystemExit) as end:
         experiments.main()
     assert bool(end.value.code) == (says == "differs")

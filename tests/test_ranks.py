@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +17,14 @@ import torch
 from ranks import CALLS, child, kill_rank_1_in_round_2
 
 import common.data
+import convex_hull_select
+import entropy_weighting
 import fedavg
+import fediir
 import minimax_select
 import uefl
 from common import UserError, models, ranks
-from common.devices import pick_device
+from common.devices import set_up
 from common.ranks import cores
 from common.runner import runs
 
@@ -96,18 +100,62 @@ def test_a_rank_that_is_killed_ends_the_run_in_one_line(folders, method, tmp_pat
     assert outcome(tmp_path / name) == outcome(folders / "1" / name)
 
 
-def test_the_client_that_diverges_is_named_whichever_rank_trains_it(folders, tmp_path):
-    for i, k in enumerate(helpers.selections(helpers.read_rows(folders / "1/fedavg"))[1]):
-        folder, first = tmp_path / str(i), partial(helpers.poison, k, 2)
-        assert ended(fedavg, call(fedavg, "--processes 2"), folder, first) == 2
-        assert said(folder) == [f"fedavg.py: client {k} diverged in round 2: lower --lr"]
+def signal_in_round_2(kind):
+    """The first rank sends this signal to the program, as Ctrl-C does, or a cluster's software."""
+    record, program = runs.Run.record, os.getpid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore Ctrl-C
+
+    def record_or_stop(self, state, row):
+        if state["t"] == 2 and ranks.RANK == 0:
+            os.kill(program, kind)
+            time.sleep(0.1)
+        record(self, state, row)
+
+    runs.Run.record = record_or_stop
 
 
-def test_results_of_several_ranks_come_in_the_order_of_their_numbers(monkeypatch):
-    one, two, three = ((torch.tensor(i), torch.zeros(i)) for i in (1, 2, 3))
-    monkeypatch.setattr(ranks, "COUNT", 2)
-    monkeypatch.setattr(ranks, "exchange", lambda mine: [mine, {1: two}])
-    assert [len(b) for _, b in ranks.gather({2: three, 0: one})] == [1, 2, 3]
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("processes", [1, 3])
+def test_after_a_signal_the_run_goes_on_to_the_same_bytes(folders, tmp_path, kind, processes):
+    flags, first = call(fedavg, f"--processes {processes}"), partial(signal_in_round_2, kind)
+    assert ended(fedavg, flags, tmp_path, first) == 130
+    assert said(tmp_path) == ["fedavg.py: stopped; continue with --resume fedavg"]
+    assert ended(fedavg, ["--resume", "fedavg"], tmp_path) == 0, said(tmp_path)
+    assert outcome(tmp_path / "fedavg") == outcome(folders / "1/fedavg")
+
+
+@pytest.mark.parametrize("method", CALLS)
+@pytest.mark.usefixtures("start")
+def test_the_cost_is_what_was_sent_and_trained_on_by_count(folders, method):
+    """Also with 9 processes, and after a resume, because these have the same metrics.csv."""
+    args, _, clients, trainer = helpers.prepared(method, CALLS[method])
+    n, p = [len(samples) for samples in clients.train], len(trainer.initial)
+    everybody = range(clients.participating)
+    samples, numbers, words = 0, 0, [4] * len(everybody)
+    if method in (minimax_select, convex_hull_select):  # the first uploads
+        samples += args.local_epochs * sum(n[k] for k in everybody)
+        numbers += 2 * p * len(everybody)
+    elif method is entropy_weighting:  # one entropy each
+        numbers += len(everybody)
+    rows = helpers.read_rows(folders / "9" / method.__name__)
+    for row, selected in zip(rows, helpers.selections(rows), strict=True):
+        samples += args.local_epochs * sum(n[k] for k in selected)
+        numbers += 2 * p * len(selected)
+        if method is fedavg:  # power of choice: the model goes to all, and a loss comes back
+            samples += sum(n[k] for k in everybody)
+            numbers += (p + 1) * len(everybody)
+        elif method is fediir:  # a gradient of the classifier comes, and their mean goes
+            samples += sum(n[k] for k in selected)
+            q = sum(weights.numel() for weights in trainer.model.classifier.parameters())
+            numbers += 2 * q * len(selected)
+        elif method is uefl:  # also e_k, the codewords that a client has, and once its new ones
+            numbers, width = numbers + len(selected), trainer.model.codebook.codewords.shape[1]
+            for k, count in enumerate(map(int, row["codewords"].split())):
+                numbers += 2 * width * (count - 4)
+                if count > words[k]:
+                    samples, numbers, words[k] = samples + n[k], numbers + 4 * width, count
+        assert int(row["samples"]) == samples
+        assert float(row["megabytes"]) == pytest.approx(4 * numbers / 10**6, rel=1e-5)
 
 
 # -------------------------------------------------------------- two machines that torchrun connects
@@ -164,8 +212,7 @@ def other_weights():
 
 
 OTHERS = {
-    "initial weights": ("", other_weights),
-    "seed": ("--seed 1", nothing),
+    "weights": ("", other_weights),
     "lr": ("--lr 0.2", nothing),
     "data": ("", other_data),
     "code": ("", other_code),
@@ -178,7 +225,7 @@ def test_two_machines_that_differ_stop_in_one_line(tmp_path, what):
     found = two_nodes(tmp_path, [CALL, CALL + more], (nothing, first))
     for lines, code in found:
         assert code == 2 and len(lines) == 1 and f"differ in their {what}" in lines[0], found
-    assert not list(tmp_path.glob("*/run*"))
+    assert what == "weights" or not list(tmp_path.glob("*/run"))
 
 
 def stop_after(rounds):
@@ -204,10 +251,9 @@ def test_a_machine_without_the_folder_does_not_leave_the_other_waiting(tmp_path)
     assert waits == ["fedavg.py: another process has ended, so this one stops"]
 
 
-@pytest.mark.parametrize("rounds", [0, 1])
-def test_two_machines_resume_only_from_the_same_round(folders, tmp_path, rounds):
-    """With 0, one machine has the flags alone."""
-    for rank, count in enumerate((2, rounds)):
+def test_two_machines_resume_only_from_the_same_round(folders, tmp_path):
+    """One has the flags alone."""
+    for rank, count in enumerate((2, 0)):
         flags = f"{CALL} --processes 1".split()
         ended(fedavg, flags, tmp_path / str(rank), stop_after(count))
     for lines, code in two_nodes(tmp_path, ["--resume run"] * 2):
@@ -223,12 +269,27 @@ def test_a_machine_whose_partner_is_killed_stops_in_one_line(tmp_path):
     assert killed == -signal.SIGKILL and code == 1 and len(lines) == 1, lines
 
 
-def test_a_network_that_is_not_there_is_one_line(tmp_path):
-    def unplug():
-        os.environ["GLOO_SOCKET_IFNAME"] = "nonexist0"
+def unplug():
+    os.environ["GLOO_SOCKET_IFNAME"] = "nonexist0"
 
-    for lines, code in two_nodes(tmp_path, [CALL] * 2, [unplug] * 2):
-        assert code == 2 and len(lines) == 1 and "cannot connect" in lines[0], lines
+
+def wait_alone():
+    """The other machine never starts, and a minute is over in a second."""
+    ranks.timedelta = lambda minutes=0, days=0: timedelta(seconds=minutes, days=days)
+    ranks.MEETING += str(ranks.RANK)
+
+
+def wait_alone_for_torchrun():
+    wait_alone()
+    ranks.MEETING = None
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize("first", [unplug, wait_alone, wait_alone_for_torchrun])
+def test_a_machine_that_finds_no_other_is_one_line_that_says_what_to_do(tmp_path, first):
+    for lines, code in two_nodes(tmp_path, [CALL] * 2, [first] * 2)[:1]:
+        assert code == 2 and len(lines) == 1, lines
+        assert "cannot connect" in lines[0] and "GLOO_SOCKET_IFNAME" in lines[0], lines
 
 
 # -------------------------------------------------------------------------------- who does what
@@ -259,35 +320,11 @@ def test_cores_are_those_that_the_container_may_use(monkeypatch, limit, expected
 
 def test_where_forks_are_not_safe_a_run_has_one_process(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(ranks, "_may_fork", True)
+    monkeypatch.setattr(ranks, "may_fork", True)
     monkeypatch.setattr(ranks, "cores", cores)
     assert ranks.how_many(None, "cpu", 9) == ranks.how_many(1, "cpu", 9) == 1
     with pytest.raises(UserError, match=r"use 1, or torchrun \(Windows: WSL\)"):
         ranks.how_many(2, "cpu", 9)
-
-
-def test_with_gpus_in_sight_the_ranks_of_a_run_on_the_cpu_meet_without_nccl(monkeypatch, tmp_path):
-    backends = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        ranks.dist, "init_process_group", lambda backend, *args, **more: backends.append(backend)
-    )
-    monkeypatch.setattr(ranks, "COUNT", 2)
-    monkeypatch.setattr(ranks, "MEETING", str(tmp_path / "meeting"))
-    ranks.connect()
-    pick_device("cpu")
-    assert backends == ["gloo"]
-
-
-def test_a_program_that_torchrun_started_ends_its_connections(monkeypatch):
-    """PyTorch warns of NCCL connections that are left open."""
-    ended = []
-    monkeypatch.setattr(ranks, "_may_fork", False)  # launch() changes it
-    monkeypatch.setattr(ranks, "COUNT", 2)
-    monkeypatch.setattr(ranks, "connect", lambda: None)
-    monkeypatch.setattr(ranks.dist, "destroy_process_group", lambda: ended.append("all"))
-    ranks.launch(lambda: ended.append("main"))
-    assert ended == ["main", "all"]
 
 
 @pytest.mark.parametrize(("name", "gpus"), [("cuda", 2), ("auto", 2), ("cuda:1", 1)])
@@ -299,4 +336,4 @@ def test_more_processes_than_gpus_are_one_line_from_all_of_them(monkeypatch, nam
     for rank in range(3):
         monkeypatch.setattr(ranks, "LOCAL_RANK", rank)
         with pytest.raises(UserError, match=f"3 processes .* would share {gpus} GPUs"):
-            pick_device(name)
+            set_up(name, "float32", "cnn")

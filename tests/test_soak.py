@@ -43,46 +43,38 @@ def works(pid: int) -> bool:
 
 @pytest.mark.parametrize("method", CALLS)
 def test_killed_at_any_moment_it_ends_with_the_same_bytes(method, tmp_path):
-    """Each start has 1 to 3 processes, and a kill hits any one of them."""
+    """Each start has 1 to 3 processes, and a kill or a SIGTERM hits any one of them."""
     flags = [*CALLS[method].split(), "--rounds", "30"]
     flags += ["--later-rounds", "10"] if "--later-rounds" in flags else []
     began = time.monotonic()
     child(method, [*flags, "--out", "whole/run"], tmp_path).join()
     took, expected = time.monotonic() - began, outcomes(tmp_path / "whole")
 
-    draw, folder = random.Random(0), tmp_path / "cut/run"
-    kills = of_ranks = ends = slowest = 0
+    draw, folder, kills = random.Random(0), tmp_path / "cut/run", 0
     while kills < KILLS or folder.exists():
-        known = (folder / "args.json").exists()
-        if not known:
-            shutil.rmtree(folder.parent, ignore_errors=True)
-        start = ["--resume", "cut/run"] if known else [*flags, "--out", "cut/run"]
-        process = child(method, [*start, "--processes", str(draw.randint(1, 3))], tmp_path)
+        more = ["--out", "cut/run", "--resume", "--processes", str(draw.randint(1, 3))]
+        process = child(method, [*flags, *more], tmp_path)
         process.join(draw.uniform(0, took / 2) if kills < KILLS else None)
         if process.is_alive():
             ranks = ranks_of(process.pid)
             victim = draw.choice([process.pid, *ranks])
             with contextlib.suppress(ProcessLookupError):  # a rank that has just come to its end
-                os.kill(victim, signal.SIGKILL)
-            began = time.monotonic()
+                os.kill(victim, draw.choice([signal.SIGKILL, signal.SIGTERM]))
             process.join(5)
-            slowest = max(slowest, time.monotonic() - began)
             time.sleep(0.1)
             left = [rank for rank in ranks if works(rank)]
             assert not process.is_alive() and not left, (process, left)
-            kills, of_ranks = kills + 1, of_ranks + (victim != process.pid)
+            kills += 1
         elif process.exitcode == 0:
             assert outcomes(folder.parent) == expected
-            ends += 1
             shutil.rmtree(folder.parent)
         said = (tmp_path / "err").read_text()
-        assert process.exitcode in (0, 1, -9) and "Traceback" not in said, said
-        assert said.count(f"{method.__name__}.py: ") == said.count("ended by SIGKILL"), said
-    print(f"{method.__name__}: {kills} kills, {of_ranks} of ranks, the slowest end after "
-          f"{slowest:.1f} s, {ends} runs brought to their end, 0 differences")  # fmt: skip
+        assert process.exitcode in (0, 1, 130, -9) and "Traceback" not in said, said
+        ends = said.count("ended by SIG") + said.count(".py: stopped")
+        assert said.count(f"{method.__name__}.py: ") == ends, said
 
 
-@pytest.mark.parametrize("size", [8, 12, 16, 20, 24, 28, 32, 40])
+@pytest.mark.parametrize("size", [8, 16, 24, 32, 40])
 def test_a_full_disk_ends_the_run_and_resume_goes_on(tmp_path, size):
     disk = tmp_path / "disk"
     disk.mkdir()

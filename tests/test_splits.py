@@ -6,7 +6,7 @@ import torch
 
 from common import UserError, random_at
 from common.data import Dataset
-from common.splits import by_domain, dirichlet, draw, hold_out, make_clients, shards
+from common.splits import by_domain, dirichlet, hold_out, make_clients, sample, shards
 
 
 def all_once(parts, pool):
@@ -17,11 +17,10 @@ def all_once(parts, pool):
 
 
 @pytest.mark.parametrize("alpha", [1e-12, 100.0])
-def test_dirichlet_uses_every_sample_once_and_leaves_nobody_under_the_minimum(alpha, rng):
+def test_dirichlet_leaves_nobody_under_the_minimum(alpha, rng):
     labels = torch.from_numpy(rng.integers(0, 10, 10_000))
     parts = dirichlet(labels, 500, alpha, rng)
-    assert all_once(parts, torch.arange(10_000))
-    assert min(map(len, parts)) >= 10
+    assert all_once(parts, labels.argsort()) and min(map(len, parts)) >= 10
 
 
 def test_dirichlet_shares_have_the_mean_and_variance_of_the_distribution():
@@ -32,41 +31,26 @@ def test_dirichlet_shares_have_the_mean_and_variance_of_the_distribution():
         shares.append(torch.stack([torch.bincount(labels[p], minlength=2) / 400 for p in parts]))
     shares = torch.stack(shares)
     variance = (1 / clients) * (1 - 1 / clients) / (clients * alpha + 1)
-    standard_error = (variance / draws) ** 0.5
-    assert ((shares.mean(0) - 1 / clients).abs() < 4 * standard_error).all()
+    assert ((shares.mean(0) - 1 / clients).abs() < 4 * (variance / draws) ** 0.5).all()
     assert torch.allclose(shares.var(0), torch.tensor(variance), rtol=0.25)
     between_classes = torch.corrcoef(shares[:, 0].T)[0, 1]
     assert between_classes.abs() < 4 / draws**0.5, "each class has its own draw"
-
-
-def test_dirichlet_with_a_huge_alpha_gives_equal_shares(rng):
-    labels = torch.arange(4).repeat_interleave(1000)
-    parts = dirichlet(labels, 10, 1e308, rng)
-    counts = torch.stack([torch.bincount(labels[part], minlength=4) for part in parts])
-    assert (counts - 100).abs().max() <= 1, "numpy alone would give nearly all to one client"
+    equal = dirichlet(labels, 10, 1e308, random_at(0, "deal"))
+    counts = torch.stack([torch.bincount(labels[part]) for part in equal])
+    assert (counts - 40).abs().max() <= 1, "numpy alone would give nearly all to one client"
 
 
 @pytest.mark.parametrize("sizes", [[1000, 999, 10], [50] * 6, [2048, 2344, 1670, 3929]])
 @pytest.mark.parametrize("clients", [6, 50])
 def test_algorithm_2_divides_whole_domains_into_equal_parts(sizes, clients, rng):
+    """The domain with the last client had the most samples per client at that moment."""
     domain = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     parts = by_domain(domain, clients, rng)
     assert len(parts) == clients and all_once(parts, torch.arange(len(domain)))
-    assert all(len(domain[p].unique()) == 1 for p in parts)
-    of_domain = [[len(p) for p in parts if domain[p[0]] == d] for d in range(len(sizes))]
-    assert all(max(s) - min(s) <= 1 for s in of_domain)
-    # greedy: the domain that got the last client had the most samples per client at that moment. So
-    # if a domain gave back one client, no other domain would have more samples per client.
-    for d, n in enumerate(sizes):
-        if (k := len(of_domain[d])) > 1:
-            assert n / (k - 1) >= max(m / len(s) for m, s in zip(sizes, of_domain, strict=True))
-
-
-def test_hold_out(rng):
-    parts = [torch.arange(100), torch.arange(100, 102)]
-    train, test = hold_out(parts, 0.2, rng)
-    assert [len(t) for t in train] == [80, 1] and [len(t) for t in test] == [20, 1]
-    assert all(all_once([a, b], p) for a, b, p in zip(train, test, parts, strict=True))
+    of_domain = [[len(p) for p in parts if (domain[p] == d).all()] for d in range(len(sizes))]
+    assert [sum(s) for s in of_domain] == sizes and all(max(s) - min(s) <= 1 for s in of_domain)
+    most = max(sum(s) / len(s) for s in of_domain)
+    assert all(sum(s) / (len(s) - 1) >= most for s in of_domain if len(s) > 1)
 
 
 def test_two_shards_of_equal_size_have_few_labels(rng):
@@ -74,10 +58,9 @@ def test_two_shards_of_equal_size_have_few_labels(rng):
     labels = torch.from_numpy(rng.permutation(np.repeat(np.arange(10), 600)))
     parts = shards(labels, 100, rng)
     assert all_once(parts, labels.argsort()) and {len(part) for part in parts} == {60}
-    held = [labels[part].bincount(minlength=10) for part in parts]
-    assert max(int((counts > 0).sum()) for counts in held) == 2, "600 samples are 20 whole shards"
-    alone = sum(bool((counts == 60).any()) for counts in held)
-    assert alone < 30, "the second shard is drawn from all, and of 199 others 19 have this label"
+    held = [labels[part].unique(return_counts=True)[1].tolist() for part in parts]
+    assert max(map(len, held)) == 2, "600 samples are 20 whole shards"
+    assert held.count([60]) < 30, "the second is drawn from all: of 199 others 19 have this label"
     shifted = shards(labels[15:], 100, rng)  # 199.5 shards' worth: borders are inside of shards
     assert {len(part) for part in shifted} <= {58, 59, 60} and all_once(shifted, torch.arange(5985))
     assert max(len(labels[15:][part].unique()) for part in shifted) in (3, 4)
@@ -89,18 +72,18 @@ def test_two_shards_of_equal_size_have_few_labels(rng):
 def test_participation_and_selection_are_uniform():
     counts = torch.zeros(10)
     for i in range(1000):
-        ids = draw(torch.arange(10), 4, random_at(i, "p"))
-        chosen = draw(ids, 2, random_at(i, "s")).tolist()
+        ids = sample(torch.arange(10), 4, random_at(i, "p"))
+        chosen = sample(ids, 2, random_at(i, "s")).tolist()
         assert ids.tolist() == sorted(set(ids.tolist())) and set(chosen) < set(ids.tolist())
         counts[chosen] += 1
     assert ((counts - 200).abs() < 4 * (1000 * 0.2 * 0.8) ** 0.5).all()
 
 
-def test_a_draw_by_size():
+def test_a_sample_by_size():
     """Two of three: client i is drawn with probability p_i + sum over j of p_j p_i / (1 - p_j)."""
-    sizes, rng = torch.tensor([10.0, 30.0, 60.0]), np.random.default_rng(0)
-    p = (sizes / sizes.sum()).tolist()
-    drawn = torch.stack([draw(torch.tensor([4, 5, 6]), 2, rng, sizes) for _ in range(5000)])
+    p, rng = [0.1, 0.3, 0.6], np.random.default_rng(0)
+    sizes = 100 * torch.tensor(p)
+    drawn = torch.stack([sample(torch.tensor([4, 5, 6]), 2, rng, sizes) for _ in range(5000)])
     assert (drawn[:, 0] < drawn[:, 1]).all()
     for i in range(3):
         expected = p[i] + sum(p[j] * p[i] / (1 - p[j]) for j in range(3) if j != i)
@@ -110,8 +93,8 @@ def test_a_draw_by_size():
 
 def test_generators_at_different_addresses_differ():
     addresses = [(0, "a"), (0, "b"), (1, "a"), (0, "a", 0), (0, "a", 1), (0, "a", 0, 1)]
-    assert len({random_at(*at).integers(2**62) for at in addresses}) == len(addresses)
-    assert np.array_equal(random_at(0, "a", 3).random(5), random_at(0, "a", 3).random(5))
+    first, again = ([random_at(*at).integers(2**62) for at in addresses] for _ in range(2))
+    assert len(set(first)) == len(addresses) and first == again
 
 
 # ---------------------------------------------------------------- from flags to clients
@@ -134,25 +117,22 @@ def held_by(clients):
 
 @pytest.mark.parametrize("test_domain", [None, "dark"])
 @pytest.mark.parametrize(
-    "partition", ["iid", "dirichlet", "shards", "domain", "silos", "rare", "twins", "specialists"]
+    "partition", ["iid", "dirichlet", "shards", "domain", "silos", "rare", "specialists"]
 )
 def test_no_sample_has_two_owners_and_a_seed_gives_the_same_clients(partition, test_domain):
-    data = ten_classes()
-    silo_flags = {"silo_numbers": [4] if test_domain else [4, 3], "silo_size": 150}
-    flags = {"test_domain": test_domain, "clients": 13, **silo_flags}
+    data, numbers = ten_classes(), [4] if test_domain else [4, 3]
+    flags = {"test_domain": test_domain, "clients": 13, "silo_numbers": numbers, "silo_size": 150}
     clients, again, other = (make_clients(data, seed, partition, **flags) for seed in (5, 5, 6))
     held, ood = torch.cat(held_by(clients)), clients.tests.get("ood", data.test[:0])
     assert len(held.unique()) == len(held) and not torch.isin(held, ood).any()
     assert min(map(len, held_by(clients))) >= 10
+    pool, expected = data.train, data.test[: 0 if partition == "silos" else None]
     if test_domain:
-        assert (data.domain[held] == 0).all()
-        assert torch.equal(ood, torch.nonzero(data.domain == 1).flatten())
-    elif partition != "silos":
-        assert torch.equal(ood, data.test), "the standard test set"
-    pool = int((data.domain == 0).sum()) if test_domain else 6000
+        pool, expected = (torch.nonzero(data.domain == d).flatten() for d in (0, 1))
+    assert torch.equal(ood, expected) and torch.isin(held, torch.cat([pool, data.test])).all()
     if partition in ("iid", "dirichlet", "shards", "domain"):
-        assert len(held) == pool, "with a test domain, the training and the test set are one"
-    assert all(torch.equal(a, b) for a, b in zip(held_by(clients), held_by(again), strict=True))
+        assert all_once([held], pool), "with a test domain, the training and the test set are one"
+    assert torch.equal(held, torch.cat(held_by(again)))
     assert not torch.equal(clients.train[0], other.train[0])
 
 
@@ -160,20 +140,18 @@ def test_no_sample_has_two_owners_and_a_seed_gives_the_same_clients(partition, t
 def test_the_participating_clients_come_first_and_are_those_of_the_draw(tiny, partition):
     everybody = make_clients(tiny, 1, partition, clients=8, participating=8)
     some = make_clients(tiny, 1, partition, clients=8, participating=2)
-    drawn = draw(torch.arange(8), 2, random_at(1, "participate")).tolist()
+    drawn = sample(torch.arange(8), 2, random_at(1, "participate")).tolist()
     order = drawn + [k for k in range(8) if k not in drawn]
     assert drawn != [0, 1], "the draw changes the order"
-    for found, expected in ((some.train, everybody.train), (some.test, everybody.test)):
-        assert all(torch.equal(a, expected[k]) for a, k in zip(found, order, strict=True))
-    assert some.groups == [everybody.groups[k] for k in order]
+    for i, k in enumerate(order):
+        train, test, group = everybody.train[k], everybody.test[k], everybody.groups[k]
+        assert torch.equal(some.train[i], train) and torch.equal(some.test[i], test)
+        assert some.groups[i] == group and some.sizes[i] == len(train)
+        assert some.label_counts[i].tolist() == [tiny.y[train].tolist().count(c) for c in range(3)]
+        domains = {tiny.domains[d] for d in tiny.domain[torch.cat([train, test])]}
+        assert domains == {group} if partition == "domain" else group == ""
     assert some.ids.tolist() == [0, 1]
-    assert some.sizes.tolist() == [len(everybody.train[k]) for k in order]
     assert torch.equal(some.held_out, torch.cat([everybody.test[k] for k in drawn]))
-    labels = [tiny.y[samples].tolist() for samples in some.train]
-    assert some.label_counts.tolist() == [[y.count(c) for c in range(3)] for y in labels]
-    for group, held in zip(some.groups, held_by(some), strict=True):
-        of_client = {tiny.domains[d] for d in tiny.domain[held]}
-        assert of_client == {group} if partition == "domain" else group == ""
 
 
 def test_by_default_4_in_10_clients_participate_or_those_of_all_domains(tiny):
@@ -183,29 +161,24 @@ def test_by_default_4_in_10_clients_participate_or_those_of_all_domains(tiny):
         assert (found.participating, found.per_round) == (m, k)
 
 
-def test_with_nothing_held_out_clients_train_on_all_their_samples(tiny):
+def test_how_much_is_held_out(tiny, rng):
+    train, test = hold_out([torch.arange(100), torch.arange(100, 102)], 0.2, rng)
+    assert [len(t) for t in train] == [80, 1] and [len(t) for t in test] == [20, 1]
+    assert all_once(train + test, torch.arange(102)) and max(map(max, (train[0], test[0]))) == 99
     clients = make_clients(tiny, 0, "iid", clients=4, held_out=0)
     assert all_once(clients.train, tiny.train) and not len(clients.held_out)
-    some = make_clients(tiny, 0, "iid", clients=4, held_out=0.3)
-    assert [len(samples) for samples in some.test] == [9] * 4
-    with pytest.raises(UserError, match="nothing to test on: raise --held-out"):
-        make_clients(replace(tiny, test=tiny.test[:0]), 0, "domain", clients=4, held_out=0)
+    assert len(make_clients(tiny, 0, "iid", clients=4, held_out=0.3).test[3]) == 9
 
 
-def test_silos_are_tested_on_their_own_domain_of_the_standard_test_set(tiny):
+def test_a_silo_has_its_size_for_training_and_is_tested_on_its_own_domain(tiny):
     clients = make_clients(tiny, 0, "silos", silo_numbers=[2, 1], silo_size=20)
     assert clients.participating == clients.per_round == 3
-    assert clients.groups == ["light", "light", "dark"]
+    assert clients.groups == ["light", "light", "dark"] and "ood" not in clients.tests
     assert [len(t) for t in clients.train] == [20, 20, 20]
     assert torch.isin(torch.cat(clients.test), tiny.test).all()
     assert [tiny.domain[t].unique().tolist() for t in clients.test] == [[0], [0], [1]]
-    assert len({len(t) for t in clients.test}) == 1 and len(torch.cat(clients.test)) == 45
-    assert "ood" not in clients.tests
-
-
-def test_a_silos_size_is_that_of_its_training_samples_also_without_a_test_set(tiny):
-    """Then a silo gives a fifth of its samples for testing, so it is dealt more than its size."""
-    data = replace(tiny, test=tiny.test[:0])
+    assert [len(t) for t in clients.test] == [15, 15, 15]
+    data = replace(tiny, test=tiny.test[:0])  # then it is dealt a fourth more, for testing
     for size in range(9, 26):
         clients = make_clients(data, 0, "silos", silo_numbers=[1, 1], silo_size=size)
         assert [len(t) for t in clients.train] == [size, size]
@@ -221,18 +194,15 @@ def test_further_test_sets_are_left_out_where_clients_train_on_their_images(tiny
 
 
 @pytest.mark.parametrize("test_domain", [None, "dark"])
-@pytest.mark.parametrize(("partition", "holders"), [("rare", 1), ("twins", 2)])
-def test_a_rare_class_is_held_by_one_client_or_two_that_hold_nothing_else(
-    partition, holders, test_domain
-):
+def test_a_rare_class_is_held_by_one_client_that_holds_nothing_else(test_domain):
     data = ten_classes()
-    clients = make_clients(data, 3, partition, clients=20, test_domain=test_domain)
+    clients = make_clients(data, 3, "rare", clients=20, test_domain=test_domain)
     held = [set(data.y[samples].tolist()) for samples in held_by(clients)]
     for c in (7, 8, 9):
-        assert [labels for labels in held if c in labels] == [{c}] * holders
-    assert held.count(set(range(7))) == 20 - 3 * holders
-    one = {"rare": "a class of its own", "twins": "one class"}[partition]
-    assert clients.groups == [one if len(labels) == 1 else "more classes" for labels in held]
+        assert [labels for labels in held if c in labels] == [{c}]
+    assert held.count(set(range(7))) == 17
+    groups = ["a class of its own" if len(labels) == 1 else "more classes" for labels in held]
+    assert clients.groups == groups
     ood = clients.tests["ood"]
     assert clients.tests["rare"].tolist() == [i for i in ood.tolist() if data.y[i] >= 7]
 
@@ -241,29 +211,47 @@ def test_a_rare_class_is_held_by_one_client_or_two_that_hold_nothing_else(
 def test_three_of_four_specialists_hold_one_class(n):
     data = ten_classes()
     clients = make_clients(data, 0, "specialists", clients=n)
-    labels = [data.y[samples] for samples in held_by(clients)]
-    single = [int(y[0]) for y in labels if len(y.unique()) == 1]
-    shares = np.bincount(single, minlength=10)
-    assert len(single) == 3 * n // 4
+    counts = torch.stack([data.y[held].bincount(minlength=10) for held in held_by(clients)])
+    is_alone = (counts > 0).sum(1) == 1
+    shares = (counts[is_alone] > 0).sum(0)
+    assert is_alone.sum() == clients.groups.count("one class") == 3 * n // 4
     assert shares.max() - shares.min() <= 1, "every class has as many specialists as any other"
-    counts = torch.bincount(torch.cat([y for y in labels if len(y.unique()) > 1]), minlength=10)
-    p = torch.bincount(data.y[data.train]) / len(data.train)
-    expected = p * counts.sum()
-    error = (counts - expected).abs()
+    p, of_others = data.y[data.train].bincount() / len(data.train), counts[~is_alone].sum(0)
+    expected = p * of_others.sum()
+    error = (of_others - expected).abs()
     assert (error < 4 * (expected * (1 - p)).sqrt()).all(), "a random sample of all classes"
-    assert clients.groups.count("one class") == len(single)
 
 
-def test_three_rare_classes_need_two_others(tiny):
-    with pytest.raises(UserError, match="needs 5 classes"):
-        make_clients(tiny, 0, "rare", clients=8)
-
-
-@pytest.mark.parametrize("partition", ["dirichlet", "iid", "domain"])
-def test_domains_without_a_test_set_lend_a_fifth_for_ood(partition):
+@pytest.mark.parametrize(("partition", "lent"), [("dirichlet", 140), ("iid", 140), ("domain", 0)])
+def test_domains_without_a_test_set_lend_a_fifth_for_ood(partition, lent):
     data = ten_classes(n=700, n_test=0)
     clients = make_clients(data, 3, partition, clients=4)
     ood = clients.tests.get("ood", data.test)
-    assert len(ood) == (0 if partition == "domain" else 140)
-    held = torch.cat([*clients.train, *clients.test])
-    assert all_once([held, ood], data.train)
+    assert len(ood) == lent and all_once([*held_by(clients), ood], data.train)
+
+
+@pytest.mark.parametrize(
+    ("partition", "flags", "says"),
+    [
+        ("rare", {"clients": 8}, "needs 5 classes"),
+        ("iid", {"clients": 13}, "120 samples are too few for 13 clients, .* lower --clients"),
+        ("domain", {}, "a client of few has 7 samples, and needs 10: .* take its folder away"),
+        ("domain", {"clients": 1}, "--clients 1 is fewer than the 2 training domains"),
+        ("domain", {"test_domain": "all"}, "no domain 'all' in tiny; its domains are few, many"),
+        ("iid", {"per_round": 10}, "--sample 10: only 2 of 4 clients .* this data set's default"),
+        ("iid", {"participating": 9}, "--participating 9 is more than the 4 clients"),
+        ("silos", {"silo_numbers": [1]}, "a number for each of 2 domains"),
+        (
+            "silos",
+            {"silo_numbers": [9, 1]},
+            "--silo-size, because a silo takes 2000 .* have .7, 113",
+        ),
+        ("domain", {"clients": 2, "held_out": 0}, "nothing to test on: raise --held-out"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tiny, partition, flags, says):
+    few = 30 if "held_out" in flags else 7
+    domain, test = (torch.arange(180) >= few).long(), tiny.test[: 0 if few == 30 else None]
+    data = replace(tiny, domain=domain, domains=["few", "many"], test=test)
+    with pytest.raises(UserError, match=says):
+        make_clients(data, 0, partition, **flags)

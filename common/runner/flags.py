@@ -2,18 +2,21 @@
 
 import argparse
 import hashlib
-import json
+import re
 import sys
 from argparse import BooleanOptionalAction
 from collections.abc import Callable
 from datetime import datetime
+from functools import cache
+from modulefinder import ModuleFinder
 from pathlib import Path
 from types import ModuleType
 
-from common import UserError, data, first_line, models
-from common.runner.runs import MAY_CHANGE, MAY_GROW
+from common import UserError, data, models
+from common.runner.runs import read_args
 
-DIVIDED = ["dirichlet", "iid", "shards", "domain", "rare", "twins", "specialists"]
+DIVIDED = ["dirichlet", "iid", "shards", "domain", "rare", "specialists"]
+MAY_CHANGE = {"resume", "device", "data_dir", "processes", "dataset"}  # in a resumed run
 NEEDS = {  # flag -> the values of another flag with which it changes anything
     "dirichlet": ("partition", ["dirichlet"]),
     "silos": ("partition", ["silos"]),
@@ -60,6 +63,8 @@ def add_shared_flags(parser: Parser, example: str) -> None:
 
     example  the data set of the method's example
     """
+    # What only some methods have as a flag
+    parser.set_defaults(held_out=None, iterations=1, later_rounds=0, name=None)
     add = parser.add_argument_group("settings").add_argument
     add("--dataset", default=example,
         help=f"{', '.join(data.NAMES)} (emnist: its ten digits), or a folder of images")
@@ -86,8 +91,8 @@ def add_shared_flags(parser: Parser, example: str) -> None:
         help="which client holds which samples. dirichlet: different shares of the labels; iid:"
         " random equal parts; shards: equal parts with about two labels each; domain: one domain"
         " per client; silos: see --silos; rare: three clients hold a class that nobody else has;"
-        " twins: two clients hold each of these classes; specialists: most clients hold one class,"
-        " the others all (default: the example's on glyphs, domain with --rotate or --test-domain,"
+        " specialists: most clients hold one class, the others all (default: the example's on"
+        " glyphs, domain with --rotate or --test-domain,"
         " silos in uefl.py, else dirichlet)")
     add("--dirichlet", type=positive, default=0.1, metavar="ALPHA",
         help="smaller: the clients' labels differ more")
@@ -104,7 +109,7 @@ def add_shared_flags(parser: Parser, example: str) -> None:
     add("--model", choices=models.NAMES, default="cnn", help="see common/models.py")
     add("--width", type=within(float, 1e-3, 32), default=1.0,
         help="multiplies the channels of cnn, convnet and resblocks")
-    add("--pretrained", nargs="?", const="imagenet", metavar="FILE",
+    add("--pretrained", nargs="?", default="", const="imagenet", metavar="FILE",
         help="start from ImageNet weights, downloaded or from FILE (resnet18, resnet50, vgg16)")
     add("--rounds", type=whole, default=30, help="T, communication rounds")
     add("--local-epochs", type=whole, default=5, help="E, a client's passes over its data")
@@ -121,7 +126,7 @@ def add_shared_flags(parser: Parser, example: str) -> None:
         help="also run the baselines, each in the folder DIR-NAME")
     add("--evaluate-every", type=whole, default=1, metavar="N",
         help="rounds from one evaluation to the next")
-    add("--seed", type=within(int, 0), nargs="+", default=[0], metavar="SEED",
+    add("--seed", dest="seeds", type=within(int, 0), nargs="+", default=[0], metavar="SEED",
         help="of every random draw; with several, everything runs with each, and is compared")
     add("--device", default="auto",
         help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one")
@@ -151,13 +156,17 @@ def parse(
     small      the same for what --small changes
     own_flags  called with argparse's add_argument, to add the method's own flags
 
-    Adds `method`, its name; `code`, a hash of all code that can move a number; `code_of_common`,
-    one of the part that all methods share; and `is_example`, whether this is the example as it
-    stands. Raises UserError for flags that make no sense, or that NEEDS says have no effect.
+    Adds `method`, its name; `code`, a hash of the method's file and of what it imports from its own
+    folder and from this project; `code_of_common`, of what it imports from common/; and
+    `is_example`, whether this is the example as it stands. Raises UserError for flags that make no
+    sense, or that NEEDS says have no effect.
     """
     argv = sys.argv[1:] if argv is None else argv
+    # A shell leaves the ~ of --out=~/x as it is, and a script from Windows ends its lines with \r
+    home = f"={Path.home()}"
+    argv = [re.sub(r"=~(?=/)", home, word.strip()) for word in argv]
     # An empty value comes from a shell variable that is not set
-    if any(not word.strip() or word.endswith("=") for word in argv):
+    if any(not word or word.endswith("=") for word in argv):
         raise UserError("a flag's value is empty: give one, or leave the flag out")
     method = Path(file).stem
     paragraphs = (doc or method).strip().split("\n\n")
@@ -173,42 +182,56 @@ def parse(
     )
     add_shared_flags(parser, next(iter(settings)))
     own_flags(parser.add_argument_group("this method").add_argument)
+    actions = {option: action for action in parser._actions for option in action.option_strings}
+    words = [actions.get(word.split("=")[0]) for word in argv]
+    typed = {action.dest for action in words if action}
+    for action in words:
+        if action and action.nargs == "+" and words.count(action) > 1:
+            raise UserError(f"{action.option_strings[0]} is given twice: give its values together")
     chosen, _ = parser.parse_known_args(argv)  # --dataset, --small and --resume say the defaults
     resume = folder_to_resume(chosen)
     defaults = saved_flags(resume, method) if resume else defaults_for(chosen, settings, small)
     parser.set_defaults(**defaults)
     parser.add_argument("-h", "--help", action="help", help="show this text")  # with these defaults
     args = parser.parse_args(argv)
-    args.resume = resume
-    options = (word[2:].split("=")[0] for word in argv if word.startswith("--"))
-    typed = {option.removeprefix("no-").replace("-", "_") for option in options}
+    args.resume, args.seeds = resume, list(dict.fromkeys(args.seeds))
     if resume:
         refuse_others(resume, args, typed, defaults)
     else:
         infer_partition(args, typed, defaults)
         refuse_useless(args, typed)
         args.method = method
-        changes_nothing = {*MAY_CHANGE, "out", "seed", "precision"} - {"dataset"}
+        changes_nothing = {*MAY_CHANGE, "out", "seeds", "precision"} - {"dataset"}
         args.is_example = not typed - changes_nothing
     now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # several runs may start in the same second
     out = Path(args.resume or args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}")
     args.out = str(out if out.name not in ("", "..") else out.resolve())  # "." has no name
-    runner = Path(__file__).parent  # of which only these can move a number
-    sources = sorted(runner.parent.glob("*.py"))
-    sources += [runner / f"{name}.py" for name in ("setup", "runs", "compare")]
-    common = b"".join(source.read_bytes() for source in sources)
-    args.code_of_common = hashlib.sha1(common).hexdigest()[:7]
-    args.code = hashlib.sha1(Path(file).read_bytes() + common).hexdigest()
+    args.code, args.code_of_common = code_of(str(Path(file).resolve()))
     if resume and defaults.get("code") != args.code:
         raise UserError(f"{resume} belongs to other code: use that, or start a new run")
     return args
+
+
+@cache  # for as long as the program, which keeps the code that it has imported, too
+def code_of(file: str) -> tuple[str, str]:
+    """Hashes of all files of its own folder and of this project that a program imports.
+
+    The first is of all, and the second of those in common/.
+    """
+    project = Path(__file__).parents[2]
+    finder = ModuleFinder([str(Path(file).parent), str(project)])
+    finder.run_script(file)  # runs nothing, but reads which modules are imported
+    files = sorted(Path(m.__file__) for m in finder.modules.values() if m.__file__)
+    common = [path for path in files if path.is_relative_to(project / "common")]
+    everything, shared = (b"".join(path.read_bytes() for path in of) for of in (files, common))
+    return hashlib.sha1(everything).hexdigest(), hashlib.sha1(shared).hexdigest()
 
 
 def defaults(method: ModuleType, words: str = "") -> argparse.Namespace:
     """The flags of one run of a method, such as fedavg, with these words of a command line."""
     own = method.SETTINGS, method.SMALL, method.own_flags
     args = parse(method.__file__, method.__doc__, *own, words.split())
-    args.seed = args.seed[0]
+    args.seed = args.seeds[0]
     return args
 
 
@@ -216,21 +239,20 @@ def defaults_for(chosen: argparse.Namespace, settings: dict, small: dict) -> dic
     """The defaults of the chosen data set. Raises UserError if --small does not fit it."""
     kind = chosen.dataset if chosen.dataset in data.NAMES else "folder"
     defaults = settings.get(kind, settings.get("other", {}))
-    if chosen.small and kind in data.DRAWN:
+    if chosen.small and kind in data.OFFLINE:
         raise UserError(f"--small: {kind} is small already; leave it out")
     return {**defaults, **small.get(kind, small["other"])} if chosen.small else defaults
 
 
 def saved_flags(folder: str, method: str) -> dict:
     """The flags of this method's run or comparison in the folder. Raises UserError if none is."""
-    try:
-        saved = json.loads((Path(folder) / "args.json").read_text())["flags"]
-        if saved["method"] != method:
-            raise UserError(f"--resume {folder}: this is a run of {saved['method']}.py")
-        seeds = saved["seed"] if isinstance(saved["seed"], list) else [saved["seed"]]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"--resume {folder}: there is no run to resume ({first_line(e)})") from e
-    return saved | {"seed": list(dict.fromkeys(seeds)), "processes": None}
+    if not (Path(folder) / "args.json").exists():
+        raise UserError(f"--resume {folder}: there is no run to resume")
+    saved = read_args(Path(folder))["flags"]
+    if saved.get("method") != method:
+        raise UserError(f"--resume {folder}: this is a run of {saved.get('method')}.py")
+    seeds = [saved["seed"]] if "seed" in saved else saved["seeds"]
+    return saved | {"seeds": seeds, "processes": None}
 
 
 def folder_to_resume(chosen: argparse.Namespace) -> str | None:
@@ -245,20 +267,18 @@ def folder_to_resume(chosen: argparse.Namespace) -> str | None:
 def refuse_others(folder: str, args: argparse.Namespace, typed: set[str], saved: dict) -> None:
     """Raises UserError if a flag that was typed differs from those of the run in this folder.
 
-    A run may become longer, if it then is the same as one that was longer from the start: by
-    --rounds, or by UEFL's --iterations.
+    A run may become longer or shorter, by --rounds or by UEFL's --iterations.
     """
     # The run began with what the first node has for these names
     meant = {"auto": saved["precision"], "tf32": {"float32": "float32"}.get(saved["precision"])}
     args.precision = meant.get(args.precision) or args.precision
-    args.seed = list(dict.fromkeys(args.seed))
-    longer = [flag for flag in MAY_GROW if flag in saved][-1:]
-    for flag in sorted(typed - {*MAY_CHANGE}):
+    length = "iterations" if saved["later_rounds"] else "rounds"
+    for flag in sorted(typed - MAY_CHANGE - {length}):
         now, then = getattr(args, flag), saved.get(flag)
         if flag == "out":
             now, then = Path(now), Path(folder)  # X/ is X
-        if now != then and not (flag in longer and now > then):
-            shown = f"--{flag.replace('_', '-')}"
+        if now != then:
+            shown = "--seed" if flag == "seeds" else f"--{flag.replace('_', '-')}"
             raise UserError(f"{folder} was run with another {shown}: leave {shown} out")
 
 

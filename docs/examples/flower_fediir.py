@@ -42,7 +42,9 @@ def risk_and_gradient(
         raise ValueError("all weights of the classifier are frozen, so it has no gradient")
     with torch.autocast(z.device.type, enabled=False):  # gradients are compared in full precision
         risk = F.cross_entropy(classifier(z.to(omega[0].dtype)), y)
-        gradient = torch.autograd.grad(risk, omega, create_graph=graph)  # lines 4 and 10
+        gradient = torch.autograd.grad(  # lines 4 and 10; of a weight that is not used it is zero
+            risk, omega, create_graph=graph, allow_unused=True, materialize_grads=True
+        )
     return risk, torch.cat([part.flatten() for part in gradient])
 
 

@@ -34,7 +34,7 @@ class ExtensibleCodebook(nn.Module):
         super().__init__()
         if dim % segments:
             raise ValueError(f"tokens of {dim} channels cannot be cut into {segments} segments")
-        self.segments, self.commitment, self.beta = segments, commitment, beta
+        self.commitment, self.beta = commitment, beta
         self.codewords = nn.Parameter(torch.randn(size, dim // segments))  # line 2, a Gaussian
 
     def forward(
@@ -48,27 +48,25 @@ class ExtensibleCodebook(nn.Module):
         wrong `may_use`.
         """
         v, tokens = len(self.codewords), tokens.to(self.codewords.dtype)
-        if not v:
-            return tokens, tokens.new_zeros(()), tokens.new_zeros(0, dtype=torch.long)
         if may_use is None:
-            may_use = torch.ones(v, dtype=torch.bool, device=tokens.device)
+            may_use = tokens.new_ones(v).bool()
         usable = may_use.nonzero().flatten()
+        if not v:
+            return tokens, tokens.new_zeros(()), usable
         if may_use.dtype != torch.bool or may_use.shape != (v,) or not len(usable):
             raise ValueError(f"may_use must be bool [{v}] with at least one True")
-        with torch.autocast(tokens.device.type, enabled=False):
-            z = tokens.reshape(-1, self.codewords.shape[1])
-            exact = "donot_use_mm_for_euclid_dist"  # of large, nearly equal numbers, too
-            distances = torch.cdist(z, self.codewords[usable], compute_mode=exact)
-            indices = usable[distances.argmin(1)]  # line 13, equation 4
-            c = self.codewords[indices]
-            # Both are means, and the first has a weight of 0.25, as in the authors' code. The paper
-            # has sums, and beta, without a value, for the second
-            loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
-            loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
-            # As in VQ-VAE, the task's gradient for c goes to z; codewords learn from L_code alone
-            straight_through = z + (c - z).detach()
-        indices = indices.view(*tokens.shape[:-1], self.segments)
-        return straight_through.view(tokens.shape), loss, indices
+        z = tokens.reshape(-1, self.codewords.shape[1])
+        exact = "donot_use_mm_for_euclid_dist"  # of large, nearly equal numbers, too
+        distances = torch.cdist(z, self.codewords[usable], compute_mode=exact)
+        indices = usable[distances.argmin(1)]  # line 13, equation 4
+        c = self.codewords[indices]
+        # Both are means, and the first has a weight of 0.25, as in the authors' code. The paper
+        # has sums, and beta, without a value, for the second
+        loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
+        loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
+        # As in VQ-VAE, the task's gradient for c goes to z; codewords learn from L_code alone
+        straight_through = z + (c - z).detach()
+        return straight_through.view(tokens.shape), loss, indices.view(*tokens.shape[:-1], -1)
 
     @torch.no_grad()
     def extend(self, codewords: Tensor) -> None:
@@ -76,44 +74,40 @@ class ExtensibleCodebook(nn.Module):
         self.codewords.data = torch.cat([self.codewords, codewords.to(self.codewords)])
         self.codewords.grad = None  # it has the old shape
 
-    @torch.no_grad()
-    def resize(self, size: int) -> None:
-        """Makes room for this many codewords, which are zero until set_weights() writes them."""
-        self.codewords.data = self.codewords.new_zeros(size, self.codewords.shape[1])
 
-
-def predictive_entropy(probabilities: Tensor) -> Tensor:
-    """Equation 6: probabilities of T passes [T, N, C] -> the entropy of their mean, in nats [N].
+def predictive_entropy(p: Tensor) -> Tensor:
+    """Equation 6: probabilities p of T passes [T, N, C] -> the entropy of their mean, in nats [N].
 
     The paper's line 22 lacks the minus sign. Raises ValueError if a row is no distribution.
     """
-    p = probabilities
     if p.dim() != 3 or not ((p >= 0).all() and ((p.sum(-1) - 1).abs() <= 0.01).all()):  # or NaN
-        raise ValueError("probabilities must be [passes, samples, classes], and each row sum to 1")
+        raise ValueError("p must be [passes, samples, classes], and each row sum to 1")
     return torch.special.entr(p.mean(0)).sum(-1)  # line 22
 
 
 def uncertain(entropies: Tensor, gamma: float) -> Tensor:
     """Equation 7: is a client's entropy above (1 + gamma) times the smallest? [K] -> bool [K].
 
-    Section 3.4 also tried the mean in place of the smallest.
+    Section 3.4 also tried the mean in place of the smallest. Raises ValueError for NaN.
     """
+    if entropies.isnan().any():
+        raise ValueError("an entropy is NaN, which is neither above the threshold nor below")
     return entropies > (1 + gamma) * entropies.min()  # lines 8, 24
 
 
 def average(theta: Tensor, thetas: Tensor, sizes: Tensor, uses: Tensor) -> Tensor:
     """Line 20: each weight is averaged over the clients that use it, by n_k.
 
-    theta   the server's weights [P]; one that no client uses stays as it is
+    theta   the server's weights [P]; one that no client with samples uses stays as it is
     thetas  the clients' weights after training [K, P]
     sizes   n_k [K]
     uses    bool [K, P], true if client k uses this weight
 
     Section 3.2 has "the clients that utilize" a codeword: we take those that may use it.
     """
-    n = sizes.to(theta)[:, None] * uses
+    n = sizes.to(theta.device).float()[:, None] * uses  # float16 would end at 65,504 samples
     mean = (n * thetas).sum(0) / n.sum(0)  # line 20, also for the statistics of batch norm
-    return torch.where(uses.any(0), mean, theta)
+    return torch.where(n.sum(0) > 0, mean, theta).to(theta)
 
 
 # ------------------------------------------------------------------------------------- your project

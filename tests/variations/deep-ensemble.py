@@ -15,7 +15,7 @@ def test_the_uncertainty_is_the_entropy_of_the_members_mean(start):
     batches = [(torch.randn(6, 1, 8, 8), torch.arange(6) % 3) for _ in range(4)]
 
     def evaluated(members):
-        return uefl.client_evaluation(uefl.Ensemble(members), iter(batches), may_use)
+        return uefl.client_uncertainty(uefl.Ensemble(members), iter(batches), may_use)
 
     e, perplexity, code_loss, confusion = evaluated(model.members)
     alone = [evaluated([member]) for member in model.members]

@@ -21,9 +21,10 @@ def test_steps_follow_the_formula():
         theta = theta - eta * ((p - np.eye(3)[y]).T @ x / 6 + mu * (theta - w))
 
     model = torch.nn.Linear(4, 3, bias=False, dtype=torch.float64)
-    batch, start = (torch.from_numpy(x), torch.from_numpy(y)), torch.from_numpy(w).flatten()
+    model.weight.data = torch.from_numpy(w.copy())
+    batch = torch.from_numpy(x), torch.from_numpy(y)
     optimizer = torch.optim.SGD(model.parameters(), lr=eta)
-    found = fedavg.client_update(model, start, [batch] * 3, optimizer, mu=mu)
+    found = fedavg.client_update(model, [batch] * 3, optimizer, mu=mu)
     assert np.isclose(found.item(), loss / 3)
     assert np.allclose(model.weight.detach().numpy(), theta)
 

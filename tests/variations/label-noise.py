@@ -1,14 +1,15 @@
 import numpy as np
 import pytest
 import torch
-from common.noise import symmetric_noise, trimmed_mean
-from helpers import kept, prepared, read_rows, selections
+from common.noise import trimmed_mean, with_noise
+from helpers import kept, make_tiny, prepared, read_rows, selections
 from scipy.stats import chisquare, trim_mean
 
 import convex_hull_select
-import entropy_weighting
 import minimax_select
-from common import data, random_at
+from common import random_at
+from common.data import Dataset
+from common.splits import Clients
 from common.train import local_solver
 
 CUT = "--model cnn --width 0.125 --local-epochs 2 --clients 8 --participating 6 --sample 5 "
@@ -16,32 +17,35 @@ CUT += "--partition dirichlet --dirichlet 0.5 --rounds 1 --lr 0.1 --no-compare "
 
 
 def test_the_requested_share_of_labels_changes_evenly_into_other_classes():
-    rng = random_at(0, "test")
-    labels = torch.from_numpy(rng.integers(0, 4, 40_000))
+    labels = torch.from_numpy(random_at(0, "test").integers(0, 4, 40_000))
     clients = [*torch.arange(20_000).split(200)]
-    noisy = symmetric_noise(labels, clients, 0.3, 0.5, 4, rng)
+    data = Dataset("labels alone", labels, labels, labels, labels, [*"abcd"])
+    everybody = Clients(clients, [], 100, 1, [], {})
+    noisy = with_noise(data, everybody, 0.3, 0.5, seed=0).y
     changed = torch.stack([(noisy[c] != labels[c]).float().mean() for c in clients])
     assert torch.equal(noisy[20_000:], labels[20_000:]), "nobody's samples"
     assert 18 <= (changed > 0).sum() <= 42, "30 of 100, within 2.6 standard deviations"
     assert abs(changed[changed > 0].mean() - 0.5) < 0.03
     moves = (noisy - labels)[noisy != labels] % 4
     assert chisquare(torch.bincount(moves, minlength=4)[1:].numpy()).pvalue > 1e-3
-    assert torch.equal(symmetric_noise(labels, clients, 0.0, 1.0, 4, rng), labels)
+    counts = [noisy[samples].bincount(minlength=4).tolist() for samples in clients]
+    assert everybody.label_counts.tolist() == counts, "a client counts its wrong labels"
+    assert torch.equal(with_noise(data, everybody, 0.0, 1.0, seed=0).y, labels)
 
 
-def test_noise_reaches_training_alone_and_a_baseline_has_the_same(tiny, monkeypatch):
-    monkeypatch.setattr(data, "load", lambda *args: tiny)  # the loaded data set is shared
-    clean, words = tiny.y.clone(), CUT + "--label-noise 1 0.9"
-    (_, first, clients, trainer), (_, second, *_) = (
-        prepared(entropy_weighting, words) for _ in range(2)
-    )
-    train, test = torch.cat(clients.train), torch.cat([*clients.test, first.test])
-    assert torch.equal(first.y[test], clean[test])
-    assert (first.y[train] != clean[train]).float().mean() > 0.8
-    assert torch.equal(first.y, second.y) and torch.equal(trainer.y, first.y)
-    assert torch.equal(tiny.y, clean)
-    counts = [first.y[samples].bincount(minlength=3).tolist() for samples in clients.train]
-    assert clients.label_counts.tolist() == counts, "a client counts its wrong labels"
+def test_a_run_trains_on_the_wrong_labels_and_is_tested_on_the_right_ones(start):
+    folder = start(minimax_select, CUT + "--label-noise 1 0.9")
+    _, data, clients, trainer = prepared(minimax_select, CUT)
+    (row,) = rows = read_rows(folder)
+    selected = torch.tensor(selections(rows)[0])
+    trainer.y = with_noise(data, clients, 1, 0.9, seed=0).y
+    w_i, losses = trainer.train(local_solver, trainer.initial, selected, 1)
+    expected = trainer.evaluate(w_i.mean(0), 1, selected, losses)  # with the labels of `data`
+    assert torch.allclose(kept(folder)["w"], w_i.mean(0), atol=1e-6)
+    assert float(row["id_accuracy"]) == pytest.approx(expected["id_accuracy"].item(), abs=1e-5)
+    assert torch.equal(data.y, make_tiny().y), "the other runs share them"
+    train = torch.cat(clients.train)
+    assert (trainer.y[train] != data.y[train]).float().mean() > 0.8
 
 
 def test_trimmed_mean_is_that_of_sorted_values():
@@ -70,9 +74,10 @@ def test_total_variation_is_the_l1_distance():
     moved weights back by 1/4.
     """
     model = torch.nn.Linear(2, 2, bias=False)
+    torch.nn.init.zeros_(model.weight)
     batch = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    loss = local_solver(model, torch.zeros(4), [batch] * 2, optimizer, tv=0.25).item()
+    loss = local_solver(model, [batch] * 2, optimizer, tv=0.25).item()
     assert loss == pytest.approx((np.log(2) + np.log(1 + np.exp(-1)) + 0.25 * 1) / 2)
     p = 1 / (1 + np.e)
     assert np.allclose(model.weight.detach(), [[0.5 + p - 0.25, 0], [-0.5 - p + 0.25, 0]])

@@ -42,13 +42,13 @@ def test_ood_uses_no_codeword_that_was_replaced(start, monkeypatch):
         return clients
 
     monkeypatch.setattr(splits, "make_clients", with_ood)
-    evaluated, evaluation = [], uefl.client_evaluation
+    evaluated, evaluation = [], uefl.client_uncertainty
 
     def spy(model, batches, passes, may_use=None):
         evaluated.append(may_use)
         return evaluation(model, batches, passes, may_use)
 
-    monkeypatch.setattr(uefl, "client_evaluation", spy)
+    monkeypatch.setattr(uefl, "client_uncertainty", spy)
     rows = read_rows(start(uefl, CUT + "--iterations 3"))
     assert float(rows[-1]["ood_accuracy"]) >= 0
     assert evaluated[-1].tolist() == [True] * 12 + [False] * 12 + [True] * 12
