@@ -121,6 +121,7 @@ class Trainer:
         self.initial = get_weights(self.model)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.samples, self.megabytes = 0, 0.0
+        self.is_checked = False  # that a client ends with the same weights in any process
         # Autocast for the forward pass alone, because FedIIR computes gradients inside of its loss
         for part in {self.model, getattr(model, "features", model)}:
             vars(part).pop("forward", None)  # of another trainer
@@ -157,13 +158,15 @@ class Trainer:
 
         Returns the clients' weights [K, P] and losses [K] on the device. Raises Diverged if a
         client's weights or loss are not finite, and UserError if the processes do not agree on
-        clients and weights.
+        clients and weights. On several CPU processes, the first call ends with a check: each trains
+        the first client once more, and there is a UserError if one gets other weights.
         """
         sizes = [len(self.clients.train[k]) for k in selected]
         mine = self._mine(theta, selected, sizes, t)  # the other processes train the other clients
         total = sum(sizes[i] for i in mine)
         uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
-        for i in mine:
+
+        def train_one(i: int, upload: Tensor) -> None:
             k = int(selected[i])
             set_weights(self.model, theta)
             self.model.train()
@@ -177,12 +180,25 @@ class Trainer:
                     raise
                 raise UserError(f"client {k} has a batch of one sample, which batch norm does not "
                                 "take: choose another --batch-size") from e  # fmt: skip
-            uploads[i, :-1], uploads[i, -1] = get_weights(self.model), loss
+            upload[:-1], upload[-1] = get_weights(self.model), torch.as_tensor(loss)
+
+        for i in mine:
+            train_one(i, uploads[i])
         ranks.add_up(uploads)
         self.count(selected, self.local.epochs, 2 * len(theta) if sent is None else 2 * sent)
-        for k, upload in zip(selected, uploads, strict=True):
-            if not upload.isfinite().all():
-                raise Diverged(f"client {k} diverged in round {t}: {ADVICE}")
+        finite = torch.isfinite(uploads.sum(1)).tolist()
+        if not all(finite):
+            k = int(selected[finite.index(False)])
+            raise Diverged(f"client {k} diverged in round {t}: {ADVICE}")
+        if ranks.COUNT > 1 and not self.is_checked and self.device.type == "cpu":
+            again, self.is_checked = torch.empty_like(uploads[0]), True
+            train_one(0, again)
+            if not all(ranks.exchange(torch.equal(again, uploads[0]))):
+                raise UserError(
+                    f"client {selected[0]} ends with other weights in another process, so its "
+                    "training depends on a clock, or on something that it keeps, such as a "
+                    "counter: give it everything as an argument, or use --processes 1"
+                )
         return uploads[:, :-1], uploads[:, -1]
 
     def map(
@@ -228,7 +244,7 @@ class Trainer:
         """
         if ranks.COUNT > 1:
             checksum = theta.contiguous().view(torch.int32).sum().item()
-            facts = {"clients": ids.tolist(), "weights": checksum}
+            facts = {"clients": [int(k) for k in ids], "weights": checksum}
             advice = "draw with random_at, or use --processes 1"
             ranks.agree(facts, f"in round {t}", advice)
         return ranks.share_out(sizes)

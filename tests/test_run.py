@@ -3,12 +3,14 @@ import csv
 import importlib
 import itertools
 import json
+import os
 import random
 import re
 import runpy
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -250,13 +252,16 @@ def test_a_changed_line_is_the_same_run_anywhere_or_is_refused(
         assert outcome(start(method(), "--resume cut")) == expected
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()])
+@pytest.mark.parametrize(
+    "draw", [random.random, lambda: np.array(np.random.rand()), lambda: torch.rand(()).item()]
+)
 def test_what_a_client_draws_is_its_own_whichever_process_trains_it(
     start, launched, monkeypatch, draw
 ):
     """Each of 4 clients returns a number that it has drawn as its loss."""
-    update, found = fedavg.client_update, []
-    monkeypatch.setattr(fedavg, "client_update", lambda *given: 0 * update(*given) + draw())
+    update, select, found = fedavg.client_update, fedavg.select, []
+    monkeypatch.setattr(fedavg, "client_update", lambda *given: [update(*given), draw()][1])
+    monkeypatch.setattr(fedavg, "select", lambda *given: select(*given).tolist())
     for count in (1, 2, 3):
         words = f"{TWELVE} --no-compare --precision float32 --device cpu --processes {count}"
         assert launched(fedavg, f"{words} --out {count}", start)[0] == 0
@@ -264,6 +269,22 @@ def test_what_a_client_draws_is_its_own_whichever_process_trains_it(
     assert found[0] == found[1] == found[2]
     losses = {row["train_loss"] for row in found[0][1]}
     assert len(losses) == 4 and 0.1 < min(map(float, losses)) < 0.9
+
+
+KEPT = [itertools.count(1).__next__, lambda: time.perf_counter_ns() % 1000, os.getpid]
+
+
+@pytest.mark.parametrize("keeps", KEPT)
+def test_what_a_client_keeps_from_the_one_before_is_refused_by_several_processes(
+    start, launched, monkeypatch, keeps
+):
+    """One process is allowed, because it always trains the clients in the same order."""
+    update = fedavg.client_update
+    monkeypatch.setattr(fedavg, "client_update", lambda *given: update(*given) + keeps())
+    words = f"{TWELVE} --no-compare --precision float32 --device cpu --processes "
+    assert launched(fedavg, f"{words} 1 --out 1", start)[0] == 0
+    code, [line] = launched(fedavg, f"{words} 2 --out 2", start)
+    assert code == 2 and "ends with other weights in another process" in line
 
 
 def test_a_copy_does_not_go_on_with_other_code_of_its_own_folder(mine, start, refused, tmp_path):
