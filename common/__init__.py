@@ -19,6 +19,10 @@ class Diverged(UserError):
     """A run cannot go on, because its numbers are no longer finite. Runs with other seeds can."""
 
 
+class Unreadable(UserError):
+    """A file of a run is damaged, so it cannot be resumed. Runs in other folders can."""
+
+
 def first_line(error: BaseException) -> str:
     """One line for an error of another library: its class and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(": ")

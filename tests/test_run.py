@@ -462,6 +462,8 @@ def test_what_a_copy_yields_is_converted_or_refused_in_the_first_round(
     monkeypatch.chdir(tmp_path / "run")
     with pytest.raises(UserError, match="something else than numbers and tensors"):
         new_run().record({"t": 1, "mean": np.float64(0.5)}, {})
+    with pytest.raises(UserError, match="something else than numbers and tensors"):
+        new_run("--out lambda").record({"t": 1, "mine": lambda: 0}, {})
 
 
 def test_the_best_model_stays_if_a_copy_changes_its_weights_in_place(new_run):
@@ -536,6 +538,27 @@ def test_a_damaged_checkpoint_is_refused(whole, refused):
         file.write_bytes(damage)
         refused(fedavg, "--resume whole", "checkpoint.pt cannot be read")
         assert file.read_bytes() == damage
+
+
+@pytest.mark.parametrize("file", ["checkpoint.pt", "args.json"])
+def test_of_several_seeds_one_is_damaged_and_the_others_go_on(start, launched, file):
+    start(fedavg, f"{CUTS[fedavg]} --no-compare --seed 1 2 3 --rounds 2 --out three")
+    Path("three/seed2", file).write_bytes(b"{")
+    code, lines = launched(fedavg, "--resume three --rounds 3", start)
+    assert code == 2 and re.match(rf"fedavg.py: three/seed2: .*{file} cannot be read", *lines)
+    assert re.search(r"^FedAvg +1 3 ", launched.out, re.M), "the table counts the others"
+    assert [len(read_rows(Path(f"three/seed{seed}"))) for seed in (1, 2, 3)] == [3, 2, 3]
+    shutil.rmtree("three/seed2")  # as the line advises
+    start(fedavg, "--resume three")
+    assert len(read_rows(Path("three/seed2"))) == 3
+
+
+def test_a_clock_in_a_row_may_differ_after_a_stop(new_run):
+    run = new_run()
+    run.seen = {1: {"round_seconds": "3.5", "mine": "3.5"}}
+    run.record({"t": 1, "w": torch.ones(2)}, {"round_seconds": 4.5, "mine": 3.5})
+    with pytest.raises(UserError, match="another mine"):
+        run.record({"t": 1, "w": torch.ones(2)}, {"round_seconds": 4.5, "mine": 4.5})
 
 
 def test_before_anything_is_written_a_signal_only_stops(start, launched, monkeypatch):
