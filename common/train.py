@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import Diverged, UserError, random_at, ranks
+from common import RunError, UserError, random_at, ranks
 from common.data import Dataset
 from common.devices import seeded
 from common.splits import Clients, shuffled
@@ -156,10 +156,10 @@ class Trainer:
                        default all
         options        keyword arguments of client_update that are the same for all clients
 
-        Returns the clients' weights [K, P] and losses [K] on the device. Raises Diverged if a
+        Returns the clients' weights [K, P] and losses [K] on the device. Raises RunError if a
         client's weights or loss are not finite, and UserError if the processes do not agree on
-        clients and weights. On several CPU processes, the first call ends with a check: each trains
-        the first client once more, and there is a UserError if one gets other weights.
+        clients and weights. With several, the first call ends with a check: each trains the
+        smallest client once more, and there is a UserError if one gets other weights.
         """
         sizes = [len(self.clients.train[k]) for k in selected]
         mine = self._mine(theta, selected, sizes, t)  # the other processes train the other clients
@@ -189,13 +189,14 @@ class Trainer:
         finite = torch.isfinite(uploads.sum(1)).tolist()
         if not all(finite):
             k = int(selected[finite.index(False)])
-            raise Diverged(f"client {k} diverged in round {t}: {ADVICE}")
+            raise RunError(f"client {k} diverged in round {t}: {ADVICE}")
         if ranks.COUNT > 1 and not self.is_checked and self.device.type == "cpu":
-            again, self.is_checked = torch.empty_like(uploads[0]), True
-            train_one(0, again)
-            if not all(ranks.exchange(torch.equal(again, uploads[0]))):
+            i = sizes.index(min(sizes))
+            again, self.is_checked = torch.empty_like(uploads[i]), True
+            train_one(i, again)
+            if not all(ranks.exchange(torch.equal(again, uploads[i]))):
                 raise UserError(
-                    f"client {selected[0]} ends with other weights in another process, so its "
+                    f"client {selected[i]} ends with other weights in another process, so its "
                     "training depends on a clock, or on something that it keeps, such as a "
                     "counter: give it everything as an argument, or use --processes 1"
                 )
@@ -219,7 +220,7 @@ class Trainer:
                   a tuple of tensors
         per_client, options  as for train()
 
-        Returns for each of these tensors the results of the K clients, [K, ...]. Raises Diverged if
+        Returns for each of these tensors the results of the K clients, [K, ...]. Raises RunError if
         one is not finite.
         """
         set_weights(self.model, theta)
@@ -377,7 +378,7 @@ def worst_tenth(accuracies: Tensor) -> Tensor:
 
 
 def finite(results: Tensor) -> Tensor:
-    """The same results. Raises Diverged if one is not finite."""
+    """The same results. Raises RunError if one is not finite."""
     if not results.isfinite().all():
-        raise Diverged(f"training diverged, the model's results are not finite: {ADVICE}")
+        raise RunError(f"training diverged, the model's results are not finite: {ADVICE}")
     return results

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import Diverged, Unreadable, UserError, data, devices, ranks
+from common import RunError, UserError, data, devices, ranks
 from common.runner import plots, table
 from common.runner.runs import Run, check_free, write_args
 from common.runner.setup import assemble, build_model, prepare
@@ -125,7 +125,7 @@ def run_all(args, run_one, changes, plans, folders) -> tuple[Runs, list[str]]:
                 own.method_rounds = plan.rounds  # its own may depend on the seed
             try:
                 runs[name].append(run_one(own))
-            except (Diverged, Unreadable) as e:
+            except RunError as e:
                 failed.append(f"{own.out}: {e}")
                 if not flags:  # nobody knows how many rounds its baselines would have
                     break

@@ -24,7 +24,7 @@ import torch.nn as nn
 from torch import Tensor
 from tqdm import tqdm
 
-from common import Unreadable, UserError, first_line, ranks, train
+from common import RunError, UserError, first_line, ranks, train
 from common.data import Dataset
 from common.runner import plots
 from common.runner.measures import MEASURES
@@ -123,7 +123,7 @@ class Run:
                 setattr(self, name, found[name])
         except Exception as e:  # there are many types for a file that is damaged
             name = type(e).__name__
-            raise Unreadable(f"{file} cannot be read ({name}): {ANEW}") from e
+            raise RunError(f"{file} cannot be read ({name}): {ANEW}") from e
         self.t = self.rows[-1]["round"]
         if self.t > self.total:
             raise UserError(f"{self.folder} has had {self.t} rounds: choose --rounds accordingly")
@@ -283,7 +283,7 @@ def read_args(folder: Path) -> dict:
         about = json.loads(file.read_text(encoding="utf-8"))
         return {"data": None, "machine": "", **about, "flags": dict(about["flags"])}
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise Unreadable(f"{file} cannot be read ({first_line(e)}): {ANEW}") from e
+        raise RunError(f"{file} cannot be read ({first_line(e)}): {ANEW}") from e
 
 
 def check_free(folder: Path) -> None:
