@@ -66,16 +66,19 @@ def draw_minimax(file: Path, shown=(1, 30, 100)) -> None:
 
 
 def draw_hull(file: Path) -> None:
-    """The corners of the hull, and the share of rare clients among them, against its dimension."""
+    """The corners of the hull, and the rare clients among them, against its dimension."""
     count, rare = corners()
-    with plots.picture(file, 6.4, 2.7) as figure:
-        left, right = figure.subplots(1, 2)
-        left.plot(DIMS, count, "o-", color=plots.COLOURS[0])
-        left.set(title="corners among 80 clients", xlabel="dimension of the hull", ylim=(0, 80))
-        right.plot(DIMS, 100 * rare / count, "o-", color=ORANGE)
-        right.axhline(100 * 3 / 80, color="0.5", ls=":", lw=0.9)
-        right.set(title="rare clients among the corners (percent;\ndotted: chance)", ylim=(0, 40))
-        right.set(xlabel="dimension of the hull")
+    with plots.picture(file, 7.6, 2.4) as figure:
+        panels = figure.subplots(1, 3, sharex=True)
+        panels[0].plot(DIMS, count, "o-", color=plots.COLOURS[0])
+        panels[0].set(title="corners, of 80 clients", ylim=(0, 80))
+        panels[1].plot(DIMS, rare, "o-", color=ORANGE)
+        panels[1].set(title="of the 3 rare clients", ylim=(0, 3.2))
+        panels[2].plot(DIMS, 100 * rare / count, "o-", color=ORANGE)
+        panels[2].axhline(100 * 3 / 80, color="0.5", ls=":", lw=0.9)
+        panels[2].set(title="rare ones among them\n(percent; dotted: chance)", ylim=(0, None))
+        for axes in panels:
+            axes.set(xlabel="dimension of the hull", xticks=DIMS)
 
 
 if __name__ == "__main__":
