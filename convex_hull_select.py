@@ -34,7 +34,7 @@ from scipy.linalg import eigh
 from scipy.spatial import ConvexHull
 from torch import Tensor
 
-from common import Diverged, UserError, random_at, splits, train
+from common import RunError, UserError, random_at, splits, train
 from common.runner import compare, flags, launch, plots
 
 
@@ -110,7 +110,7 @@ def select(args, clients, table: Tensor, t: int) -> Tensor:
     try:
         vertices = hull_vertices(table, args.hull_dim, args.unit_length)
     except ValueError as e:
-        raise Diverged(f"round {t}: {e}: change --lr") from e
+        raise RunError(f"round {t}: {e}: change --lr") from e
     inside = clients.ids[~torch.isin(clients.ids, vertices)]
     possible = {"hull": vertices, "interior": inside, "random": clients.ids}[args.selection]
     if not len(possible):

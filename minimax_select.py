@@ -33,7 +33,7 @@ cores with bfloat16, so both runs together about half an hour.
 import torch
 from torch import Tensor
 
-from common import Diverged, random_at, splits, train
+from common import RunError, random_at, splits, train
 from common.runner import compare, flags, launch, plots
 
 
@@ -91,7 +91,7 @@ def select(args, clients, table: Tensor, t: int) -> Tensor:
     try:
         return minimax_clients(table, clients.per_round, largest=args.selection == "maxsim").cpu()
     except ValueError as e:
-        raise Diverged(f"round {t}: {e}: change --lr") from e
+        raise RunError(f"round {t}: {e}: change --lr") from e
 
 
 def first_uploads(trainer, w: Tensor, ids: Tensor) -> Tensor:

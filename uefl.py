@@ -221,7 +221,7 @@ def report(args, trainer, theta, may_use, t, e, perplexities, code_losses, answe
     """What is only to be seen after round t, by column of metrics.csv."""
     # Nobody in a domain that is left out has codewords of its own, so it may use all
     tests = trainer.on_tests(client_uncertainty, theta, t, passes=args.passes)
-    row = {"uncertainties": e, "mE": e.mean(), **train.measures(answers, tests)}
+    row = {"uncertainties": e, "mE": e.mean(), **train.accuracy_columns(answers, tests)}
     accuracies, codewords, groups = row["accuracies"], may_use.sum(1), trainer.clients.groups
     row |= {"mA": accuracies.mean(), "codewords": codewords}
     if args.codebook_size:

@@ -81,7 +81,7 @@ def start(work: Callable[[], None], count: int) -> None:
         except ProcessExitedException as e:
             for error in Path(folder).glob("error*"):
                 raise pickle.loads(error.read_bytes()) from None
-            message = f"a process was ended by {e.signal_name}"
+            message = f"a process was ended by {e.signal_name or 'sys.exit'}"
             if e.signal_name == "SIGKILL":
                 message += ", perhaps for lack of memory: use fewer --processes"
             raise ChildProcessError(message) from e

@@ -255,11 +255,10 @@ def silos(
     def take(source: Tensor, size: int | None = None) -> Parts:
         mixed = [shuffled(source[data.domain[source] == d], rng) for d in domains]
         size = size or min(len(m) // k for m, k in zip(mixed, numbers, strict=True) if k)
-        return [
-            part
-            for m, k in zip(mixed, numbers, strict=True)
-            for part in m[: k * size].view(k, size)
-        ]
+        parts = []
+        for m, k in zip(mixed, numbers, strict=True):
+            parts += m[: k * size].view(k, size)
+        return parts
 
     train = take(pool, size)
     if has_test:
@@ -281,7 +280,7 @@ def divide(
     if len(pool) < clients * MIN_SIZE:
         raise UserError(
             f"{len(pool)} samples are too few for {clients} clients, because each needs {MIN_SIZE}:"
-            " lower --clients"
+            " lower --clients, or add images"
         )
     if partition == "domain":
         parts = by_domain(data.domain[pool], clients, rng)

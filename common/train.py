@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import Diverged, UserError, random_at, ranks
+from common import RunError, UserError, random_at, ranks
 from common.data import Dataset
 from common.devices import seeded
 from common.splits import Clients, shuffled
@@ -121,6 +121,7 @@ class Trainer:
         self.initial = get_weights(self.model)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.samples, self.megabytes = 0, 0.0
+        self.is_checked = False  # that a client ends with the same weights in any process
         # Autocast for the forward pass alone, because FedIIR computes gradients inside of its loss
         for part in {self.model, getattr(model, "features", model)}:
             vars(part).pop("forward", None)  # of another trainer
@@ -141,6 +142,7 @@ class Trainer:
         theta: Tensor,
         selected: Tensor,
         t: int,
+        /,  # so that an option of client_update can have one of these names, such as theta
         per_client: Mapping[str, Sequence] = {},
         sent: float | Tensor | None = None,
         **options,
@@ -154,15 +156,17 @@ class Trainer:
                        default all
         options        keyword arguments of client_update that are the same for all clients
 
-        Returns the clients' weights [K, P] and losses [K] on the device. Raises Diverged if a
+        Returns the clients' weights [K, P] and losses [K] on the device. Raises RunError if a
         client's weights or loss are not finite, and UserError if the processes do not agree on
-        clients and weights.
+        clients and weights. With several, the first call ends with a check: each trains the
+        smallest client once more, and there is a UserError if one gets other weights.
         """
         sizes = [len(self.clients.train[k]) for k in selected]
         mine = self._mine(theta, selected, sizes, t)  # the other processes train the other clients
         total = sum(sizes[i] for i in mine)
         uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
-        for i in mine:
+
+        def train_one(i: int, upload: Tensor) -> None:
             k = int(selected[i])
             set_weights(self.model, theta)
             self.model.train()
@@ -176,13 +180,26 @@ class Trainer:
                     raise
                 raise UserError(f"client {k} has a batch of one sample, which batch norm does not "
                                 "take: choose another --batch-size") from e  # fmt: skip
-            uploads[i, :-1], uploads[i, -1] = get_weights(self.model), loss
+            upload[:-1], upload[-1] = get_weights(self.model), torch.as_tensor(loss)
+
+        for i in mine:
+            train_one(i, uploads[i])
         ranks.add_up(uploads)
         self.count(selected, self.local.epochs, 2 * len(theta) if sent is None else 2 * sent)
         finite = torch.isfinite(uploads.sum(1)).tolist()
         if not all(finite):
             k = int(selected[finite.index(False)])
-            raise Diverged(f"client {k} diverged in round {t}: {ADVICE}")
+            raise RunError(f"client {k} diverged in round {t}: {ADVICE}")
+        if ranks.COUNT > 1 and not self.is_checked and self.device.type == "cpu":
+            i = sizes.index(min(sizes))
+            again, self.is_checked = torch.empty_like(uploads[i]), True
+            train_one(i, again)
+            if not all(ranks.exchange(torch.equal(again, uploads[i]))):
+                raise UserError(
+                    f"client {selected[i]} ends with other weights in another process, so its "
+                    "training depends on a clock, or on something that it keeps, such as a "
+                    "counter: give it everything as an argument, or use --processes 1"
+                )
         return uploads[:, :-1], uploads[:, -1]
 
     def map(
@@ -192,6 +209,7 @@ class Trainer:
         ids: Tensor,
         samples: Sequence[Tensor],
         t: int,
+        /,
         per_client: Mapping[str, Sequence] = {},
         **options,
     ) -> list[Tensor]:
@@ -202,7 +220,7 @@ class Trainer:
                   a tuple of tensors
         per_client, options  as for train()
 
-        Returns for each of these tensors the results of the K clients, [K, ...]. Raises Diverged if
+        Returns for each of these tensors the results of the K clients, [K, ...]. Raises RunError if
         one is not finite.
         """
         set_weights(self.model, theta)
@@ -227,7 +245,7 @@ class Trainer:
         """
         if ranks.COUNT > 1:
             checksum = theta.contiguous().view(torch.int32).sum().item()
-            facts = {"clients": ids.tolist(), "weights": checksum}
+            facts = {"clients": [int(k) for k in ids], "weights": checksum}
             advice = "draw with random_at, or use --processes 1"
             ranks.agree(facts, f"in round {t}", advice)
         return ranks.share_out(sizes)
@@ -298,7 +316,7 @@ class Trainer:
         if len(clients.held_out):
             _, answers = self.map(client_answers, theta, clients.ids, clients.test, t)
             row["id_selected"] = accuracy(answers[selected].sum(0))
-        row |= measures(answers, self.on_tests(client_answers, theta, t))
+        row |= accuracy_columns(answers, self.on_tests(client_answers, theta, t))
         row["selected_size"] = clients.sizes[selected].mean()
         if "rare" in clients.tests:
             rare = [clients.groups[k] != "more classes" for k in selected]
@@ -330,7 +348,7 @@ def client_answers(model: nn.Module, batches: Batches) -> tuple[Tensor, Tensor]:
     return torch.cat(losses).mean(), answers  # the loss shows if the largest logit was a NaN
 
 
-def measures(answers: Tensor | None, tests: Mapping[str, Tensor]) -> dict:
+def accuracy_columns(answers: Tensor | None, tests: Mapping[str, Tensor]) -> dict:
     """Columns of metrics.csv, from confusions: of the clients [M, C, C], and by test set [C, C]."""
     row = {}
     if answers is not None:
@@ -360,7 +378,7 @@ def worst_tenth(accuracies: Tensor) -> Tensor:
 
 
 def finite(results: Tensor) -> Tensor:
-    """The same results. Raises Diverged if one is not finite."""
+    """The same results. Raises RunError if one is not finite."""
     if not results.isfinite().all():
-        raise Diverged(f"training diverged, the model's results are not finite: {ADVICE}")
+        raise RunError(f"training diverged, the model's results are not finite: {ADVICE}")
     return results

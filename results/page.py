@@ -9,7 +9,7 @@ import numpy as np
 from scipy.stats import ttest_1samp
 
 from common.runner import plots
-from common.runner.measures import in_percent, measure_of, span
+from common.runner.measures import in_percent, measure_of
 from common.runner.table import interval, pm, show, with_interval, without_empty_columns
 from results import tables
 from results.tables import RESULTS, around, read_csv, series
@@ -79,7 +79,10 @@ def table(rows):
 
 def seeds(c):
     """Which they are if the line of comparisons.csv says so, and else how many."""
-    return span(c.common).replace(" to ", "-") if c.seeds else f"{len(c.common)}"
+    if not c.seeds:
+        return f"{len(c.common)}"
+    of_both = sorted({min(c.common, key=int), max(c.common, key=int)}, key=int)
+    return "-".join(map(str, of_both))
 
 
 def picture(file, rows):

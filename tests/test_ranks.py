@@ -148,8 +148,8 @@ def test_the_cost_is_what_was_sent_and_trained_on_by_count(folders, method):
             samples += sum(n[k] for k in selected)
             q = sum(weights.numel() for weights in trainer.model.classifier.parameters())
             numbers += 2 * q * len(selected)
-        elif method is uefl:  # also the codewords that a client has, and once its new ones
-            width = trainer.model.codebook.codewords.shape[1]
+        elif method is uefl:  # also e_k, the codewords that a client has, and once its new ones
+            numbers, width = numbers + len(selected), trainer.model.codebook.codewords.shape[1]
             for k, count in enumerate(map(int, row["codewords"].split())):
                 numbers += 2 * width * (count - 4)
                 if count > words[k]:
@@ -212,7 +212,7 @@ def other_weights():
 
 
 OTHERS = {
-    "weights": ("", other_weights),
+    "initial weights": ("", other_weights),
     "lr": ("--lr 0.2", nothing),
     "data": ("", other_data),
     "code": ("", other_code),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import Diverged, data, devices, ranks
+from common import RunError, UserError, data, devices, ranks
 from common.runner import plots, table
 from common.runner.runs import Run, check_free, write_args
 from common.runner.setup import assemble, build_model, prepare
@@ -41,14 +41,15 @@ def run(
     The method runs first, in the folder args.out, and a baseline in args.out-NAME. With several
     seeds, or --test-domain all, both folders have a folder for each run. Then come the table,
     curves.png, and the verdict. If there are several processes, they are forked here, and do all of
-    this together. Returns the runs, or None if others have run them. Raises Diverged at the end, if
-    a run has diverged; the others are run and shown nevertheless.
+    this together. Returns the runs, or None if others have run them. Raises UserError at the end,
+    if a run has diverged or is damaged; the others are run and shown nevertheless.
     """
     label = args.name or label  # a baseline that is resumed alone keeps its name
-    changes = {label: {}}
+    changes, folders = {label: {}}, {label: args.out}
     for name, flags in baselines.items():
         if args.compare and any(getattr(args, flag) != value for flag, value in flags.items()):
             changes[name] = flags
+            folders[name] = f"{args.out}-{name.lower().replace(' ', '-')}"
     for is_first in (True, False):  # if the data are downloaded, then once on each machine
         if is_first == (ranks.LOCAL_RANK == 0):
             dataset = data.load(args.dataset, args.data_dir, args.image_size)
@@ -62,7 +63,6 @@ def run(
     for plan in plans.values():  # finds mistakes before anything is written
         if plan.seed == args.seeds[0]:
             clients, _ = assemble(plan, data_of(plan.seed), build)
-    folders = {name: folder_of(args.out, name, label) for name in changes}
     if ranks.RANK == 0 and not args.resume:
         for folder in folders.values():
             check_free(Path(folder))
@@ -77,13 +77,12 @@ def run(
 
     def work() -> Runs:
         runs, failed = run_all(args, run_one, changes, plans, folders)
-        runs = {name: of_name for name, of_name in runs.items() if of_name}
         if runs:
             show(args, runs)
         if args.is_example and not failed and len(runs) > 1:
             verdict(runs, prediction, shows_in)
         if failed:
-            raise Diverged("; ".join(failed))
+            raise UserError("; ".join(failed))
         return runs
 
     count = ranks.how_many(args.processes, args.device, clients.per_round)
@@ -109,7 +108,7 @@ def plans_of(args: Namespace, domains: Sequence[str]) -> dict[str, Namespace]:
 
 
 def run_all(args, run_one, changes, plans, folders) -> tuple[Runs, list[str]]:
-    """Runs the method and its baselines by each plan, and says which of them have diverged."""
+    """Runs the method and its baselines by each plan, and says which of them have failed."""
     runs: dict[str, list[Run]] = {name: [] for name in changes}
     failed = []
     _, args.precision = devices.set_up(args.device, args.precision, args.model)  # of all runs
@@ -126,7 +125,7 @@ def run_all(args, run_one, changes, plans, folders) -> tuple[Runs, list[str]]:
                 own.method_rounds = plan.rounds  # its own may depend on the seed
             try:
                 runs[name].append(run_one(own))
-            except Diverged as e:
+            except RunError as e:
                 failed.append(f"{own.out}: {e}")
                 if not flags:  # nobody knows how many rounds its baselines would have
                     break
@@ -134,7 +133,7 @@ def run_all(args, run_one, changes, plans, folders) -> tuple[Runs, list[str]]:
                 rounds = runs[name][-1].t  # a baseline stops when the method has stopped
         if len(plans) > 1:
             print(f"{i} of {len(plans)} done", flush=True)
-    return runs, failed
+    return {name: of_name for name, of_name in runs.items() if of_name}, failed
 
 
 def show(args: Namespace, runs: Runs) -> None:
@@ -152,29 +151,20 @@ def changed(args: Namespace, **changes) -> Namespace:
     return Namespace(**{**vars(args), **changes})
 
 
-def folder_of(out: str, name: str, label: str) -> str:
-    """The folder of a method, or that of its baseline, beside it."""
-    return out if name == label else f"{out}-{name.lower().replace(' ', '-')}"
-
-
-def percent(share: float) -> str:
-    """A share as percent with one decimal."""
-    return f"{100 * share:.1f}"
-
-
 def describe(name: str, runs: Sequence[Run]) -> None:
     """Prints what the models do at the end, class by class, on the OOD or else the ID samples."""
     if any(run.confusion is None for run in runs):
         return
     classes = runs[0].data.classes
     confusion = sum(run.confusion for run in runs)
-    labels, hits = confusion.sum(1), confusion.diagonal()
-    right = []
-    for c, hit, of_class in zip(classes, hits, labels, strict=True):
-        right.append(f"{c}: {percent(hit / of_class) if of_class else table.NONE}")
+    labels = confusion.sum(1)
+    shares = (100 * confusion.diagonal() / labels).tolist()
+    right = [
+        f"{c}: {table.show(share, 'accuracies')}" for c, share in zip(classes, shares, strict=True)
+    ]
     print(f"{name}, right in the last round, by class: {', '.join(right[:20])}")
-    constant = percent(labels.max() / labels.sum())
-    print(f"  (always answering {classes[labels.argmax()]}: {constant})")
+    constant = 100 * labels.max() / labels.sum()
+    print(f"  (always answering {classes[labels.argmax()]}: {constant:.1f})")
 
 
 def verdict(runs: Runs, prediction: str, shows_in: Mapping[str, str]) -> None:

@@ -4,7 +4,6 @@ A new measure needs one line here, and then it is in the tables and in the pictu
 """
 
 import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -56,9 +55,3 @@ def measure_of(column: str) -> Measure:
 def in_percent(column: str) -> bool:
     """Whether this column is a share."""
     return measure_of(column).unit == "percent"
-
-
-def span(numbers: Iterable) -> str:
-    """The smallest and the largest of these numbers, or the only one; "" if there is none."""
-    ordered = sorted({int(n) for n in numbers})
-    return " to ".join(map(str, ordered[:1] + ordered[1:][-1:]))

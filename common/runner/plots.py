@@ -127,23 +127,6 @@ def partition(file: Path, data: Dataset, clients: Clients) -> None:
             axes.axvline(m - 0.5, color=COLOURS[1])
 
 
-def samples(file: Path, data: Dataset) -> None:
-    """Ten images from all over each of the first ten domains, a row for each."""
-    names, rows = data.domains[:10], []
-    for d in range(len(names)):
-        positions = torch.nonzero(data.domain == d).flatten()  # folders are sorted by class
-        rows.append(positions[torch.linspace(0, len(positions) - 1, 10).long()])
-    tiles = F.pad(data.x[torch.stack(rows)], (1, 1, 1, 1), value=255)  # [domains, 10, C, H, W]
-    grid = tiles.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)  # [H, W, C]
-    with picture(file, 7.5, 0.3 + 6.5 * len(grid) / grid.shape[1]) as figure:
-        axes = figure.subplots()
-        axes.imshow(grid.numpy(), "gray", aspect="equal", vmin=0)
-        middles = tiles.shape[3] * (np.arange(len(names)) + 0.5)
-        axes.set(title="images of each domain", xticks=[])
-        axes.set_yticks(middles, names)
-        axes.spines[:].set_visible(False)
-
-
 def weights(run, counts: Tensor, entropies: Tensor, alphas: Mapping[str, Tensor]) -> None:
     """The labels and the aggregation weights of clients, ordered by the entropy of their labels.
 
