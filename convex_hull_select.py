@@ -18,7 +18,7 @@ as random points within the hull or around it.
 For line 4 see minimax_select.py. Lines 8 and 10 only end a loop. M clients participate. Two choices
 change the result most: the space of the hull (principal_components), and how many of its vertices
 train (--sample). What else the paper leaves open stands beside the line in question, and the rest
-in docs/convex_hull_select.md.
+in docs/wu_versions.md.
 
     python convex_hull_select.py
     python convex_hull_select.py --dataset cifar10

@@ -19,7 +19,7 @@ Algorithm 1 is MinimaxSim. Its lines 2 to 5 compare the rows of the table, which
 and g_s^i in Algorithm 2: cosines. Lines 6 to 9 look up S*_i = max over j != i of cos(g^i, g^j):
 largest_similarity. Lines 10 to 16 take the clients with the smallest S*_i: minimax_clients. Line 3
 of Algorithm 2 is convex_hull_select.py; lines 8 and 10 only end a loop. What the paper leaves open
-stands beside the line in question, and the rest in docs/minimax_select.md.
+stands beside the line in question, and the rest in docs/wu_versions.md.
 
     python minimax_select.py
     python minimax_select.py --dataset cifar10

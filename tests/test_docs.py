@@ -136,7 +136,7 @@ def test_links_resolve(page):
             name, _, anchor = link.partition("#")
             target = page.parent / name if name else page
             assert target.exists(), f"{page} links to {link}"
-            if target.suffix == ".md" and anchor:  # docs/lines.py makes the links to lines of code
+            if target.suffix == ".md" and anchor:
                 assert anchor in anchors(target.read_text()), f"{page} links to {link}"
 
 
