@@ -71,12 +71,13 @@ def draw_hull(file: Path) -> None:
     with plots.picture(file, 7.6, 2.4) as figure:
         panels = figure.subplots(1, 3, sharex=True)
         panels[0].plot(DIMS, count, "o-", color=plots.COLOURS[0])
-        panels[0].set(title="corners, of 80 clients", ylim=(0, 80))
+        panels[0].set(title="corners, of all 80 clients", ylim=(0, 80))
         panels[1].plot(DIMS, rare, "o-", color=ORANGE)
-        panels[1].set(title="of the 3 rare clients", ylim=(0, 3.2))
+        panels[1].set(title="corners, of the 3 rare clients", ylim=(0, 3.2))
         panels[2].plot(DIMS, 100 * rare / count, "o-", color=ORANGE)
         panels[2].axhline(100 * 3 / 80, color="0.5", ls=":", lw=0.9)
-        panels[2].set(title="rare ones among them\n(percent; dotted: chance)", ylim=(0, None))
+        title = "rare ones among the corners\n(percent; dotted: chance)"
+        panels[2].set(title=title, ylim=(0, None))
         for axes in panels:
             axes.set(xlabel="dimension of the hull", xticks=DIMS)
 
