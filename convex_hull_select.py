@@ -18,7 +18,7 @@ as random points within the hull or around it.
 For line 4 see minimax_select.py. Lines 8 and 10 only end a loop. M clients participate. Two choices
 change the result most: the space of the hull (principal_components), and how many of its vertices
 train (--sample). What else the paper leaves open stands beside the line in question, and the rest
-in docs/convex_hull_select.md.
+in docs/wu_versions.md.
 
     python convex_hull_select.py
     python convex_hull_select.py --dataset cifar10
@@ -34,7 +34,7 @@ from scipy.linalg import eigh
 from scipy.spatial import ConvexHull
 from torch import Tensor
 
-from common import Diverged, UserError, random_at, splits, train
+from common import RunError, UserError, random_at, splits, train
 from common.runner import compare, flags, launch, plots
 
 
@@ -110,7 +110,7 @@ def select(args, clients, table: Tensor, t: int) -> Tensor:
     try:
         vertices = hull_vertices(table, args.hull_dim, args.unit_length)
     except ValueError as e:
-        raise Diverged(f"round {t}: {e}: change --lr") from e
+        raise RunError(f"round {t}: {e}: change --lr") from e
     inside = clients.ids[~torch.isin(clients.ids, vertices)]
     possible = {"hull": vertices, "interior": inside, "random": clients.ids}[args.selection]
     if not len(possible):

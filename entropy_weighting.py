@@ -18,7 +18,7 @@ Algorithm 2's lines 5 to 7 and 9. p_i(y) is the share of label y, and M clients 
 
 Not here: other authors' remedies for noisy clients, encrypted uploads of H_i, and the methods
 FedALRC and FedGAMMA of figures 8 and 9. docs/variations/ has the paper's remedies for noisy clients
-(figure 7).
+(figure 7), and docs/wu_versions.md says what else the paper leaves open.
 
     python entropy_weighting.py
     python entropy_weighting.py --dataset cifar10

@@ -19,7 +19,7 @@ Algorithm 1 is MinimaxSim. Its lines 2 to 5 compare the rows of the table, which
 and g_s^i in Algorithm 2: cosines. Lines 6 to 9 look up S*_i = max over j != i of cos(g^i, g^j):
 largest_similarity. Lines 10 to 16 take the clients with the smallest S*_i: minimax_clients. Line 3
 of Algorithm 2 is convex_hull_select.py; lines 8 and 10 only end a loop. What the paper leaves open
-stands beside the line in question, and the rest in docs/minimax_select.md.
+stands beside the line in question, and the rest in docs/wu_versions.md.
 
     python minimax_select.py
     python minimax_select.py --dataset cifar10
@@ -33,7 +33,7 @@ cores with bfloat16, so both runs together about half an hour.
 import torch
 from torch import Tensor
 
-from common import Diverged, random_at, splits, train
+from common import RunError, random_at, splits, train
 from common.runner import compare, flags, launch, plots
 
 
@@ -91,7 +91,7 @@ def select(args, clients, table: Tensor, t: int) -> Tensor:
     try:
         return minimax_clients(table, clients.per_round, largest=args.selection == "maxsim").cpu()
     except ValueError as e:
-        raise Diverged(f"round {t}: {e}: change --lr") from e
+        raise RunError(f"round {t}: {e}: change --lr") from e
 
 
 def first_uploads(trainer, w: Tensor, ids: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ class UserError(Exception):
     """A user's mistake. The message is one line: what is wrong, and what to do about it."""
 
 
-class Diverged(UserError):
-    """A run cannot go on, because its numbers are no longer finite. Runs with other seeds can."""
+class RunError(UserError):
+    """One run cannot go on: it diverged, or its files are damaged. Runs with other seeds can."""
 
 
 def first_line(error: BaseException) -> str:

@@ -32,9 +32,12 @@ PARTS = {  # name of a folder in small letters -> which part it is
     "train": "train", "training": "train", "test": "test", "testing": "test",
     "val": "val", "valid": "val", "validation": "val",
 }  # fmt: skip
-ALMOST_PART = re.compile("(?i)train|test|valid|val$")  # in seg_test, which is no domain
+ALMOST_PART = re.compile("(?i)train|trn|test|tst|valid|val$")  # in seg_test, which is no domain
 PICTURE = r"\b((jpe?g|png)?images?|imgs?|rgb)\b"  # words in names that are no class ...
-ANNOTATION = r"\b(masks?|labels?|annotations?|depth( maps?)?|gt|ground ?truth|seg(mentation)?s?)\b"
+ANNOTATION = (
+    r"\b(masks?|labels?( (train )?ids)?|annotations?|(depth|heat)( ?maps?)?|gt|ground ?truth"
+    r"|seg(mentation)?s?|superpixels?|trimaps?)\b"
+)
 Row = tuple[str, str, Path]  # train, test or a domain; the class; the image
 
 
@@ -55,7 +58,10 @@ def image_folder(folder: Path, image_size: int) -> dict:
     holders = Counter(name for _, name in {row[:2] for row in rows})
     rare = [name for name in classes if holders[name] < (len(domains) or 2)]
     if rare and not domains:
-        raise UserError(f"{folder}: {few(rare)} has no training image, or no test image")
+        raise UserError(
+            f"{folder}: {few(rare)} has no training image, or no test image: add some, or remove "
+            "the class"
+        )
     is_test = torch.tensor([part == "test" for part in part_of])
     train, test = torch.nonzero(~is_test).flatten(), torch.nonzero(is_test).flatten()
     understood = {
@@ -136,9 +142,13 @@ def understand(folder: Path, images: Sequence[Path]) -> list[Row]:
             f"{where}: move them, or give {deep.parent} if {deep.name} is a class, or "
             f"{deep.parent.parent} if {deep.parent.name} is a domain"
         )
-    for row in rows:
-        if PARTS.get(row[-2].lower(), "train") != "train":  # which may be a vehicle
-            raise UserError(f"{folder}: {row[-2]} is no class: sort its images as {row[-2]}/CLASS/")
+    almost = {}  # train or test -> the classes that are called so, but train may be a vehicle
+    for name in sorted({row[-2] for row in rows}):
+        if word := ALMOST_PART.search(name):
+            almost.setdefault("tr" in word.group().lower(), []).append(name)
+    for name in almost.get(False, []):
+        if True in almost or name.lower() in PARTS:
+            raise UserError(f"{folder}: {name} is no class: sort its images as {name}/CLASS/")
     if 1 in homes:
         return with_a_fifth_for_testing(rows)
     part_of = {top: PARTS.get(top.lower(), "domain") for top in sorted({row[0] for row in rows})}

@@ -81,7 +81,7 @@ def start(work: Callable[[], None], count: int) -> None:
         except ProcessExitedException as e:
             for error in Path(folder).glob("error*"):
                 raise pickle.loads(error.read_bytes()) from None
-            message = f"a process was ended by {e.signal_name}"
+            message = f"a process was ended by {e.signal_name or 'sys.exit'}"
             if e.signal_name == "SIGKILL":
                 message += ", perhaps for lack of memory: use fewer --processes"
             raise ChildProcessError(message) from e
@@ -115,7 +115,8 @@ def _rank(rank: int, work: Callable[[], None], count: int, folder: Path) -> None
 def connect() -> None:
     """Connects the ranks, if there are several, and lets only the first one print.
 
-    They wait a minute for the connection, and then for days, because a client may train for hours.
+    They wait a minute for each other, about another for the connection, and then for days, because
+    a client may train for hours.
     Raises UserError if they cannot connect.
     """
     global _all
@@ -131,7 +132,10 @@ def connect() -> None:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store, *_ = next(dist.rendezvous("env://", RANK, COUNT, timeout=minute))
             store = dist.PrefixStore(attempt, store)
-        dist.init_process_group("gloo", None, minute, COUNT, RANK, store)
+        store.set(f"here {RANK}", "")
+        store.wait([f"here {rank}" for rank in range(COUNT)], minute)
+        # Who is connected to waits five times as long as who connects
+        dist.init_process_group("gloo", None, timedelta(seconds=15), COUNT, RANK, store)
         _all = dist.new_group(timeout=timedelta(days=7))
     except (RuntimeError, ValueError) as e:
         raise UserError(

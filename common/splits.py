@@ -280,7 +280,7 @@ def divide(
     if len(pool) < clients * MIN_SIZE:
         raise UserError(
             f"{len(pool)} samples are too few for {clients} clients, because each needs {MIN_SIZE}:"
-            " lower --clients"
+            " lower --clients, or add images"
         )
     if partition == "domain":
         parts = by_domain(data.domain[pool], clients, rng)

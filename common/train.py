@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import Diverged, UserError, random_at, ranks
+from common import RunError, UserError, random_at, ranks
 from common.data import Dataset
 from common.devices import seeded
 from common.splits import Clients, shuffled
@@ -121,6 +121,7 @@ class Trainer:
         self.initial = get_weights(self.model)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.samples, self.megabytes = 0, 0.0
+        self.is_checked = False  # that a client ends with the same weights in any process
         # Autocast for the forward pass alone, because FedIIR computes gradients inside of its loss
         for part in {self.model, getattr(model, "features", model)}:
             vars(part).pop("forward", None)  # of another trainer
@@ -155,15 +156,17 @@ class Trainer:
                        default all
         options        keyword arguments of client_update that are the same for all clients
 
-        Returns the clients' weights [K, P] and losses [K] on the device. Raises Diverged if a
+        Returns the clients' weights [K, P] and losses [K] on the device. Raises RunError if a
         client's weights or loss are not finite, and UserError if the processes do not agree on
-        clients and weights.
+        clients and weights. With several, the first call ends with a check: each trains the
+        smallest client once more, and there is a UserError if one gets other weights.
         """
         sizes = [len(self.clients.train[k]) for k in selected]
         mine = self._mine(theta, selected, sizes, t)  # the other processes train the other clients
         total = sum(sizes[i] for i in mine)
         uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
-        for i in mine:
+
+        def train_one(i: int, upload: Tensor) -> None:
             k = int(selected[i])
             set_weights(self.model, theta)
             self.model.train()
@@ -177,12 +180,26 @@ class Trainer:
                     raise
                 raise UserError(f"client {k} has a batch of one sample, which batch norm does not "
                                 "take: choose another --batch-size") from e  # fmt: skip
-            uploads[i, :-1], uploads[i, -1] = get_weights(self.model), loss
+            upload[:-1], upload[-1] = get_weights(self.model), torch.as_tensor(loss)
+
+        for i in mine:
+            train_one(i, uploads[i])
         ranks.add_up(uploads)
         self.count(selected, self.local.epochs, 2 * len(theta) if sent is None else 2 * sent)
-        for k, upload in zip(selected, uploads, strict=True):
-            if not upload.isfinite().all():
-                raise Diverged(f"client {k} diverged in round {t}: {ADVICE}")
+        finite = torch.isfinite(uploads.sum(1)).tolist()
+        if not all(finite):
+            k = int(selected[finite.index(False)])
+            raise RunError(f"client {k} diverged in round {t}: {ADVICE}")
+        if ranks.COUNT > 1 and not self.is_checked and self.device.type == "cpu":
+            i = sizes.index(min(sizes))
+            again, self.is_checked = torch.empty_like(uploads[i]), True
+            train_one(i, again)
+            if not all(ranks.exchange(torch.equal(again, uploads[i]))):
+                raise UserError(
+                    f"client {selected[i]} ends with other weights in another process, so its "
+                    "training depends on a clock, or on something that it keeps, such as a "
+                    "counter: give it everything as an argument, or use --processes 1"
+                )
         return uploads[:, :-1], uploads[:, -1]
 
     def map(
@@ -203,7 +220,7 @@ class Trainer:
                   a tuple of tensors
         per_client, options  as for train()
 
-        Returns for each of these tensors the results of the K clients, [K, ...]. Raises Diverged if
+        Returns for each of these tensors the results of the K clients, [K, ...]. Raises RunError if
         one is not finite.
         """
         set_weights(self.model, theta)
@@ -228,7 +245,7 @@ class Trainer:
         """
         if ranks.COUNT > 1:
             checksum = theta.contiguous().view(torch.int32).sum().item()
-            facts = {"clients": ids.tolist(), "weights": checksum}
+            facts = {"clients": [int(k) for k in ids], "weights": checksum}
             advice = "draw with random_at, or use --processes 1"
             ranks.agree(facts, f"in round {t}", advice)
         return ranks.share_out(sizes)
@@ -361,7 +378,7 @@ def worst_tenth(accuracies: Tensor) -> Tensor:
 
 
 def finite(results: Tensor) -> Tensor:
-    """The same results. Raises Diverged if one is not finite."""
+    """The same results. Raises RunError if one is not finite."""
     if not results.isfinite().all():
-        raise Diverged(f"training diverged, the model's results are not finite: {ADVICE}")
+        raise RunError(f"training diverged, the model's results are not finite: {ADVICE}")
     return results

@@ -2,7 +2,7 @@
 
 A page asks for this table with the line <!-- lines -->. On the left it has the listing in the
 file's docstring, and on the right the statements with a comment such as `# line 9` or `# lines 7,
-8`, which stands behind its statement or above it.
+8`, which stands behind its statement or above it. Neighbours with the same code share a row.
 """
 
 import re
@@ -26,13 +26,20 @@ def build(method: str, page: str) -> str:
             for number in named:
                 found_in[number].append(f"`{statement.strip()}`")
             named = []
-    table = "| line | the paper | the code |\n| --- | --- | --- |\n"
+    rows = []
     for number, entry in re.findall(r"^ {4} ?(\d+) {2}(.*\n(?: {8,}.*\n)*)", docstring, re.M):
         if number not in found_in:
             raise ValueError(f"{method}.py has no comment for line {number}")
         text = " ".join(row.strip() for row in entry.splitlines())
-        indent = "&emsp;" * ((len(entry) - len(entry.lstrip())) // 4)
-        table += f"| {number} | {indent}`{text}` | {'<br>'.join(found_in[number])} |\n"
+        paper = "&emsp;" * ((len(entry) - len(entry.lstrip())) // 4) + f"`{text}`"
+        code = "<br>".join(found_in[number])
+        if rows and rows[-1][2] == code:
+            rows[-1][0] += f", {number}"
+            rows[-1][1] += f"<br>{paper}"
+        else:
+            rows.append([number, paper, code])
+    table = "| line | the paper | the code |\n| --- | --- | --- |\n"
+    table += "".join(f"| {' | '.join(row)} |\n" for row in rows)
     before, mark, after = page.partition(MARK)
     return before + mark + table + re.sub(r"\A(\|.*\n)*", "", after)
 

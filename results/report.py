@@ -9,19 +9,19 @@ table that a run prints at its end. A run that is damaged or has not finished is
 
 import argparse
 import csv
-import json
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 from common import UserError, first_line
 from common.runner import launch, table
+from common.runner.runs import read_args
 
 
 def read(folder):
     """The run in this folder, as table.report() takes it. Raises any error if it is damaged."""
     (folder / "model.pt").stat()  # is there when a run has finished
-    about = json.loads((folder / "args.json").read_text(encoding="utf-8"))
+    about = read_args(folder)
     text = (folder / "metrics.csv").read_text(encoding="utf-8-sig")
     if ";" in text:  # a spreadsheet has saved it, and may have written 0,5 for 0.5
         text = text.replace(",", ".").replace(";", ",")
@@ -55,6 +55,11 @@ def row(folder):
             raise UserError(f"{twin.folder} and {run.folder} have one seed: name each as a row")
     if different := table.differing(settings):
         raise UserError(f"{folder} is no row, because its runs differ: {different}")
+    machines = {
+        str(run.folder.relative_to(folder)): {"machine": run.machine} for run in runs.values()
+    }
+    if different := table.differing(machines):
+        print(f"{folder} has runs of several machines: {different}", file=sys.stderr)
     return [*runs.values()]
 
 

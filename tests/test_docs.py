@@ -3,7 +3,6 @@
 import doctest
 import importlib
 import re
-import sys
 
 import pytest
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from helpers import METHODS, ROOT, drawn, make_tiny, prepared, read_rows
 import common.data
 import fediir
 from common.runner.measures import MEASURES
-from docs import lines
+from docs import lines, penalty
 
 PAGES = {page.stem: page.read_text() for page in sorted(ROOT.glob("docs/*.md"))}
 SNIPPETS = [
@@ -85,9 +84,7 @@ def test_the_code_of_the_page_about_python_runs(tmp_path, monkeypatch):
 def test_the_program_about_fediirs_limits_measures_the_disagreement(monkeypatch, capsys):
     """In round 1, on a tenth of the digits: a linear classifier has the gradient (p - label) z."""
     monkeypatch.setattr("common.glyphs.glyphs", lambda *n: drawn(*(count // 10 for count in n)))
-    monkeypatch.setattr(sys, "argv", ["penalty.py", "32", "all", "400"])
-    (program,) = re.findall(r"```python\n(import sys\n.*?)```", PAGES["fediir_limits"], re.S)
-    exec(program.replace("range(1, 121)", "range(1, 2)"), {})
+    penalty.main(32, "all", 400, rounds=1)
     charged = float(re.search(r"charged: (\S+)", capsys.readouterr().out)[1])
     _, data, clients, trainer = prepared(fediir, "--seed 400")
     model, gradients = trainer.model, []
@@ -139,7 +136,7 @@ def test_links_resolve(page):
             name, _, anchor = link.partition("#")
             target = page.parent / name if name else page
             assert target.exists(), f"{page} links to {link}"
-            if target.suffix == ".md" and anchor:  # docs/lines.py makes the links to lines of code
+            if target.suffix == ".md" and anchor:
                 assert anchor in anchors(target.read_text()), f"{page} links to {link}"
 
 

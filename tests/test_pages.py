@@ -167,6 +167,26 @@ def test_the_sentence_on_mcmahans_table_repeats_from_its_csv():
     assert f"{np.exp(logs.mean()):.1f} ({low:.1f} to {high:.1f}) as a geometric mean" in text
 
 
+@pytest.mark.parametrize("data", ["cifar10", "mnist"])
+def test_the_sentence_on_the_curves_of_weights_repeats_from_their_csv(data):
+    runs, curves = tables.read(ROOT / "results/wu.csv"), []
+    for by in ("entropy", "equal", "size"):
+        of_seeds = runs[f"wu/{data}-weighting/{by}"]
+        seeds = range(300, 308) if data == "cifar10" else of_seeds
+        found = [[*tables.series(of_seeds[seed], "ood_accuracy").values()] for seed in seeds]
+        curves.append(np.array(found)[:, 20:])
+    text = " ".join((ROOT / "docs/entropy_weighting.md").read_text().split())
+    jumps = [f"{np.abs(np.diff(curve)).mean():.1f}" for curve in curves]
+    highest = (np.argmax([curve.mean(0) for curve in curves], 0) == 0).sum()
+    if data == "cifar10":
+        assert highest == 30, "in each of the rounds 21 to 50"
+        says = "jumps by {} points from round to round, with equal weights by {} and by size by {}"
+    else:
+        assert f"highest in {highest} of these 30 rounds" in text
+        says = "jumps by {}, {} and {}"
+    assert says.format(*jumps) in text
+
+
 def test_a_row_without_runs_is_refused_and_one_of_a_single_seed_has_no_interval():
     with pytest.raises(AssertionError, match="no runs"):
         comparison([], [[0.5]])

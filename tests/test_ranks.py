@@ -212,7 +212,7 @@ def other_weights():
 
 
 OTHERS = {
-    "weights": ("", other_weights),
+    "initial weights": ("", other_weights),
     "lr": ("--lr 0.2", nothing),
     "data": ("", other_data),
     "code": ("", other_code),

@@ -66,8 +66,10 @@ def test_a_folder_is_a_row_with_its_runs_wherever_they_lie_in_it(tmp_path, compa
 @pytest.mark.parametrize(
     ("first", "second", "says"),
     [
-        ({}, {"lr": 0.5, "code": "def"}, r"lr 0.1 \(0\), 0.5 \(1\); code abc \(0\), def \(1\)$"),
-        ({"rotate": [0, 90]}, {"rotate": [0, 120]}, r"rotate \(0, 90\) \(0\), \(0, 120\) \(1\)$"),
+        ({}, {"lr": 0.5, "code": "def"}, r"lr 0.1 \(0\), 0.5 \(1\); code of fediir abc \(0\), def"),
+        ({"sizes": [[1], [2]]}, {"sizes": [[1], [3]]}, r"sizes \[\[1\], \[2\]\] \(0\), .* \(1\)$"),
+        ({}, {"about": {"data": 2}}, r"images 1 \(0\), 2 \(1\)$"),
+        ({"rotate": [0, 90]}, {"rotate": [0, 120]}, r"rotate \[0, 90\] \(0\), \[0, 120\] \(1\)$"),
         ({}, {"seed": 0, "out": "elsewhere"}, "0 and .*1 have one seed"),
         (
             {"rounds": 9, "method_rounds": 2},
@@ -138,8 +140,12 @@ def test_what_rows_do_not_share_is_named(tmp_path, printed):
     make_run(tmp_path / "c", [0.5] * 8, **shared)
     make_run(tmp_path / "d", [0.5] * 9, **{**shared, "held_out": 0.3})
     make_run(tmp_path / "e", [0.5] * 9, about={"machine": "torch 2.15"}, **shared)
+    shared["rotate"] = [0, 90]  # by the seed, an image gets another angle
     make_run(tmp_path / "f/0", [0.5] * 9, about={"data": 2}, **shared)
-    make_run(tmp_path / "f/1", [0.5] * 9, about={"data": 3}, seed=1, **shared)  # e.g. other angles
+    make_run(tmp_path / "f/1", [0.5] * 9, about={"data": 3}, seed=1, **shared)
+    make_run(tmp_path / "h", [0.5] * 9, **shared, code="x")
+    several = {"data": 4, "machine": "torch 2.15"}
+    make_run(tmp_path / "h/1", [0.5] * 9, about=several, seed=1, **shared, code="x")
     make_run(tmp_path / "g", [0.5] * 9, **shared)
     for name, says in [
         ("a", None),
@@ -148,10 +154,12 @@ def test_what_rows_do_not_share_is_named(tmp_path, printed):
         ("d", "held_out 0.3 (d), None (g)"),
         ("e", "machine torch 2.15 (e), torch 2.14 (g)"),
         ("f", "images 2 (f), 1 (g)"),
+        ("h", "code of fediir x (h), abc (g)"),
     ]:
         *_, last = printed(name, "g").out.splitlines()
         expected = f"Not the same in all rows: {says}"
         assert last == expected if says else "Not the same" not in last, (name, last)
+    assert "machine torch 2.15 (1), torch 2.14 (.)" in printed("h").err
 
 
 def test_a_file_that_a_spreadsheet_saved_is_read(tmp_path, compared):

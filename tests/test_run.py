@@ -3,12 +3,14 @@ import csv
 import importlib
 import itertools
 import json
+import os
 import random
 import re
 import runpy
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -250,13 +252,16 @@ def test_a_changed_line_is_the_same_run_anywhere_or_is_refused(
         assert outcome(start(method(), "--resume cut")) == expected
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()])
+@pytest.mark.parametrize(
+    "draw", [random.random, lambda: np.array(np.random.rand()), lambda: torch.rand(()).item()]
+)
 def test_what_a_client_draws_is_its_own_whichever_process_trains_it(
     start, launched, monkeypatch, draw
 ):
     """Each of 4 clients returns a number that it has drawn as its loss."""
-    update, found = fedavg.client_update, []
-    monkeypatch.setattr(fedavg, "client_update", lambda *given: 0 * update(*given) + draw())
+    update, select, found = fedavg.client_update, fedavg.select, []
+    monkeypatch.setattr(fedavg, "client_update", lambda *given: [update(*given), draw()][1])
+    monkeypatch.setattr(fedavg, "select", lambda *given: select(*given).tolist())
     for count in (1, 2, 3):
         words = f"{TWELVE} --no-compare --precision float32 --device cpu --processes {count}"
         assert launched(fedavg, f"{words} --out {count}", start)[0] == 0
@@ -264,6 +269,22 @@ def test_what_a_client_draws_is_its_own_whichever_process_trains_it(
     assert found[0] == found[1] == found[2]
     losses = {row["train_loss"] for row in found[0][1]}
     assert len(losses) == 4 and 0.1 < min(map(float, losses)) < 0.9
+
+
+KEPT = [itertools.count(1).__next__, lambda: time.perf_counter_ns() % 1000, os.getpid]
+
+
+@pytest.mark.parametrize("keeps", KEPT)
+def test_what_a_client_keeps_from_the_one_before_is_refused_by_several_processes(
+    start, launched, monkeypatch, keeps
+):
+    """One process is allowed, because it always trains the clients in the same order."""
+    update = fedavg.client_update
+    monkeypatch.setattr(fedavg, "client_update", lambda *given: update(*given) + keeps())
+    words = f"{TWELVE} --no-compare --precision float32 --device cpu --processes "
+    assert launched(fedavg, f"{words} 1 --out 1", start)[0] == 0
+    code, [line] = launched(fedavg, f"{words} 2 --out 2", start)
+    assert code == 2 and "ends with other weights in another process" in line
 
 
 def test_a_copy_does_not_go_on_with_other_code_of_its_own_folder(mine, start, refused, tmp_path):
@@ -441,6 +462,8 @@ def test_what_a_copy_yields_is_converted_or_refused_in_the_first_round(
     monkeypatch.chdir(tmp_path / "run")
     with pytest.raises(UserError, match="something else than numbers and tensors"):
         new_run().record({"t": 1, "mean": np.float64(0.5)}, {})
+    with pytest.raises(UserError, match="something else than numbers and tensors"):
+        new_run("--out lambda").record({"t": 1, "mine": lambda: 0}, {})
 
 
 def test_the_best_model_stays_if_a_copy_changes_its_weights_in_place(new_run):
@@ -515,6 +538,27 @@ def test_a_damaged_checkpoint_is_refused(whole, refused):
         file.write_bytes(damage)
         refused(fedavg, "--resume whole", "checkpoint.pt cannot be read")
         assert file.read_bytes() == damage
+
+
+@pytest.mark.parametrize("file", ["checkpoint.pt", "args.json"])
+def test_of_several_seeds_one_is_damaged_and_the_others_go_on(start, launched, file):
+    start(fedavg, f"{CUTS[fedavg]} --no-compare --seed 1 2 3 --rounds 2 --out three")
+    Path("three/seed2", file).write_bytes(b"{")
+    code, lines = launched(fedavg, "--resume three --rounds 3", start)
+    assert code == 2 and re.match(rf"fedavg.py: three/seed2: .*{file} cannot be read", *lines)
+    assert re.search(r"^FedAvg +1 3 ", launched.out, re.M), "the table counts the others"
+    assert [len(read_rows(Path(f"three/seed{seed}"))) for seed in (1, 2, 3)] == [3, 2, 3]
+    shutil.rmtree("three/seed2")  # as the line advises
+    start(fedavg, "--resume three")
+    assert len(read_rows(Path("three/seed2"))) == 3
+
+
+def test_a_clock_in_a_row_may_differ_after_a_stop(new_run):
+    run = new_run()
+    run.seen = {1: {"round_seconds": "3.5", "mine": "3.5"}}
+    run.record({"t": 1, "w": torch.ones(2)}, {"round_seconds": 4.5, "mine": 3.5})
+    with pytest.raises(UserError, match="another mine"):
+        run.record({"t": 1, "w": torch.ones(2)}, {"round_seconds": 4.5, "mine": 4.5})
 
 
 def test_before_anything_is_written_a_signal_only_stops(start, launched, monkeypatch):

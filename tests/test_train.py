@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from helpers import logits_by_hand, prepared, sgd_by_hand
 
 import fedavg
-from common import Diverged, devices, random_at
+from common import RunError, devices, random_at
 from common.models import build
 from common.splits import Clients, shuffled
 from common.train import (
@@ -195,9 +195,9 @@ def test_an_evaluation_by_hand(tiny, trainer):
 def test_results_that_are_not_finite_are_an_error(tiny, trainer, value):
     theta = trainer.initial.clone()
     theta[-1] = value  # the bias of class 2: NaN logits would count as class 0
-    with pytest.raises(Diverged, match="not finite: lower --lr"):
+    with pytest.raises(RunError, match="not finite: lower --lr"):
         trainer.map(client_answers, theta, torch.arange(3), [tiny.train] * 3, 1)
-    with pytest.raises(Diverged, match="not finite: lower --lr"):
+    with pytest.raises(RunError, match="not finite: lower --lr"):
         trainer.map(lambda *_: torch.tensor(value), theta, torch.arange(3), [tiny.train] * 3, 1)
 
 
@@ -214,7 +214,7 @@ def test_the_first_client_with_weights_or_a_loss_that_are_not_finite_is_named(tr
     trainer.clients.train *= 2
     assert trained(trainer, order, 7, update, per_client={"own": own})[1].tolist() == [1] * 6
     own[[2, 4]] = torch.tensor(damage)
-    with pytest.raises(Diverged, match="client 4 diverged in round 7: lower --lr"):
+    with pytest.raises(RunError, match="client 4 diverged in round 7: lower --lr"):
         trained(trainer, order, 7, update, per_client={"own": own})
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import Diverged, data, devices, ranks
+from common import RunError, UserError, data, devices, ranks
 from common.runner import plots, table
 from common.runner.runs import Run, check_free, write_args
 from common.runner.setup import assemble, build_model, prepare
@@ -41,8 +41,8 @@ def run(
     The method runs first, in the folder args.out, and a baseline in args.out-NAME. With several
     seeds, or --test-domain all, both folders have a folder for each run. Then come the table,
     curves.png, and the verdict. If there are several processes, they are forked here, and do all of
-    this together. Returns the runs, or None if others have run them. Raises Diverged at the end, if
-    a run has diverged; the others are run and shown nevertheless.
+    this together. Returns the runs, or None if others have run them. Raises UserError at the end,
+    if a run has diverged or is damaged; the others are run and shown nevertheless.
     """
     label = args.name or label  # a baseline that is resumed alone keeps its name
     changes, folders = {label: {}}, {label: args.out}
@@ -82,7 +82,7 @@ def run(
         if args.is_example and not failed and len(runs) > 1:
             verdict(runs, prediction, shows_in)
         if failed:
-            raise Diverged("; ".join(failed))
+            raise UserError("; ".join(failed))
         return runs
 
     count = ranks.how_many(args.processes, args.device, clients.per_round)
@@ -108,7 +108,7 @@ def plans_of(args: Namespace, domains: Sequence[str]) -> dict[str, Namespace]:
 
 
 def run_all(args, run_one, changes, plans, folders) -> tuple[Runs, list[str]]:
-    """Runs the method and its baselines by each plan, and says which of them have diverged."""
+    """Runs the method and its baselines by each plan, and says which of them have failed."""
     runs: dict[str, list[Run]] = {name: [] for name in changes}
     failed = []
     _, args.precision = devices.set_up(args.device, args.precision, args.model)  # of all runs
@@ -125,7 +125,7 @@ def run_all(args, run_one, changes, plans, folders) -> tuple[Runs, list[str]]:
                 own.method_rounds = plan.rounds  # its own may depend on the seed
             try:
                 runs[name].append(run_one(own))
-            except Diverged as e:
+            except RunError as e:
                 failed.append(f"{own.out}: {e}")
                 if not flags:  # nobody knows how many rounds its baselines would have
                     break

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from pickle import UnpicklingError
+from pickle import PickleError
 
 import numpy as np
 import torch
@@ -24,13 +24,14 @@ import torch.nn as nn
 from torch import Tensor
 from tqdm import tqdm
 
-from common import UserError, first_line, ranks, train
+from common import RunError, UserError, first_line, ranks, train
 from common.data import Dataset
 from common.runner import plots
 from common.runner.measures import MEASURES
 from common.splits import Clients
 
 SAVE_EVERY = 30  # seconds between two checkpoints
+ANEW = "start a new run, or with several seeds delete this one's folder and resume"
 KEPT = ("state", "rows", "best", "confusion")  # what a checkpoint has
 
 
@@ -122,7 +123,7 @@ class Run:
                 setattr(self, name, found[name])
         except Exception as e:  # there are many types for a file that is damaged
             name = type(e).__name__
-            raise UserError(f"{file} cannot be read ({name}): start a new run") from e
+            raise RunError(f"{file} cannot be read ({name}): {ANEW}") from e
         self.t = self.rows[-1]["round"]
         if self.t > self.total:
             raise UserError(f"{self.folder} has had {self.t} rounds: choose --rounds accordingly")
@@ -147,7 +148,8 @@ class Run:
                `hits`
 
         Raises UserError if a value is something else, if a resumed run could not read the state, or
-        if a round that a kill has undone comes out otherwise than before.
+        if a round that a kill has undone comes out otherwise than before. (A column with `time` or
+        `seconds` in its name may.)
         """
         self.state, self.t, row = state, state["t"], dict(row)
         confusion = row.pop("confusion", None)
@@ -157,11 +159,12 @@ class Run:
         row = {column: _plain(value, column) for column, value in row.items()}
         before = self.seen.get(self.t, {})
         for column, value in row.items():
-            if before.get(column) not in (None, "", _cell(value)):
+            is_clock = "seconds" in column or "time" in column
+            if not is_clock and before.get(column) not in (None, "", _cell(value)):
                 raise UserError(
                     f"{self.folder}: round {self.t} has another {column} than before the run was "
                     "stopped, so federate() needs something that is not in the state that it "
-                    "yields: put it there, and start a new run"
+                    "yields: put it there, and start a new run (a clock's column: name it seconds)"
                 )
         seconds = round(time.monotonic() - self.started, 2)
         self.rows.append({"round": self.t, "seconds": seconds, **row})
@@ -176,13 +179,16 @@ class Run:
     def save(self) -> None:
         """Writes the checkpoint. Raises UserError if the first one cannot be read again."""
         began = time.monotonic()
-        self._write("checkpoint.pt", {name: getattr(self, name) for name in KEPT})
-        if ranks.RANK == 0 and not self.save_at:  # it is the first one of this program
-            try:  # on meta, which leaves out the numbers
+        try:
+            self._write("checkpoint.pt", {name: getattr(self, name) for name in KEPT})
+            if ranks.RANK == 0 and not self.save_at:  # it is the first one of this program
+                # on meta, which leaves out the numbers
                 torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location="meta")
-            except UnpicklingError as e:
-                wrong = "federate() yielded a state with something else than numbers and tensors"
-                raise UserError(f"{wrong}: no run could resume from it ({first_line(e)})") from e
+        except (PickleError, AttributeError, TypeError) as e:  # the last two are of a lambda
+            raise UserError(
+                "federate() yielded a state with something else than numbers and tensors, so no "
+                "run could resume from it: convert it, as torch.from_numpy does with an array"
+            ) from e
         took = time.monotonic() - began
         self.save_at = began + max(SAVE_EVERY, 100 * took)  # at most a hundredth of the time
 
@@ -277,7 +283,7 @@ def read_args(folder: Path) -> dict:
         about = json.loads(file.read_text(encoding="utf-8"))
         return {"data": None, "machine": "", **about, "flags": dict(about["flags"])}
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{file} cannot be read ({first_line(e)}): start a new run") from e
+        raise RunError(f"{file} cannot be read ({first_line(e)}): {ANEW}") from e
 
 
 def check_free(folder: Path) -> None:

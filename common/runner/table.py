@@ -29,13 +29,13 @@ def which(run) -> tuple:
 
 
 def settings(run, but: Iterable[str] = ()) -> dict:
-    """The flags that all runs of a row share, but for these; lists are tuples."""
+    """The flags and the images that all runs of a row share, but for these."""
     found = dict(vars(run.args))
     # A baseline has as many rounds as its method came to, which can depend on the seed
     found["rounds"] = found.pop("method_rounds", found["rounds"])
-    for flag, value in found.items():
-        if isinstance(value, list):
-            found[flag] = tuple(value)
+    found[f"code of {run.args.method}"] = found.pop("code", None)  # another method has other code
+    if not found.get("rotate"):  # by the seed, an image gets another angle
+        found["images"] = run.images
     return {flag: found[flag] for flag in found if flag not in {*MAY_DIFFER, *but}}
 
 
@@ -44,21 +44,23 @@ def differing(of_names: Mapping[str, Mapping]) -> str:
 
     of_names  name -> settings; who lacks a setting has nothing to differ in
     """
-    found = {}  # setting -> value -> names
-    for name, of_name in of_names.items():
-        for setting, value in of_name.items():
-            found.setdefault(setting, {}).setdefault(value, []).append(name)
     texts = []
-    for setting, names in found.items():
-        if len(names) > 1:
-            values = [f"{value} ({', '.join(same)})" for value, same in names.items()]
-            texts.append(f"{setting} {', '.join(values)}")
+    for setting in dict.fromkeys(setting for of_name in of_names.values() for setting in of_name):
+        found = [(s[setting], name) for name, s in of_names.items() if setting in s]
+        values = []  # no set, because a value may be a list
+        for value, _ in found:
+            if value not in values:
+                values.append(value)
+        if len(values) > 1:
+            who = [", ".join(name for has, name in found if has == value) for value in values]
+            pairs = zip(values, who, strict=True)
+            texts.append(f"{setting} {', '.join(f'{value} ({names})' for value, names in pairs)}")
     return "; ".join(texts)
 
 
 def unlike(rows: Mapping[str, Sequence]) -> str:
     """What rows do not share: settings, and run by run what they ran on and how long."""
-    own = ["name", "method", "code", "rounds"]  # rounds as they came out, below
+    own = ["name", "method", "rounds", "images"]  # the last two run by run, below
     texts = [differing({label: settings(runs[0], own) for label, runs in rows.items()})]
     *_, last = rows.values()
     for run in last:

@@ -1,0 +1,38 @@
+"""The pictures in docs/ that are computed: their numbers by another way."""
+
+import numpy as np
+import pytest
+import torch
+
+import convex_hull_select
+import minimax_select
+from docs.pictures import drift, entropy, selections
+
+
+@pytest.mark.parametrize("steps", [1, 10])
+def test_the_rounds_settle_where_the_clients_paths_average_to_their_beginning(steps):
+    """By linear algebra: n steps bring client k from w to goal + (1 - lr curve)^n (w - goal)."""
+    shrink = [np.linalg.matrix_power(np.eye(2) - drift.LR * c, steps) for c in drift.CURVES]
+    moved = [(np.eye(2) - s) @ goal for s, goal in zip(shrink, drift.GOALS, strict=True)]
+    settled = np.linalg.solve(np.eye(2) - np.mean(shrink, 0), np.mean(moved, 0))
+    assert drift.rounds(steps, 200)[-1] == pytest.approx(settled)
+    assert np.allclose(settled, drift.optimum()) == (steps == 1)
+
+
+def test_the_effective_number_of_classes():
+    """By hand: C for C equal classes, 1 for one class, and 2^1.5 for 1/2, 1/4, 1/4."""
+    for classes in (2, 5, 10):
+        found = entropy.effective(torch.tensor([1 / classes, 1.0], dtype=torch.float64), classes)
+        assert found.tolist() == pytest.approx([classes, 1])
+    half = torch.tensor([0.5], dtype=torch.float64)
+    assert entropy.effective(half, 3).item() == pytest.approx(2**1.5)
+
+
+def test_the_pictures_of_the_selections_see_the_tables_that_decide():
+    (_, *_), (table, selected, is_rare) = selections.example(minimax_select, 2)
+    assert selected.tolist() == minimax_select.minimax_clients(table, 10).tolist()
+    assert is_rare.sum() == 3
+    count, rare = selections.corners(2)
+    trained = [(len(s), r[s].sum()) for _, s, r in selections.example(convex_hull_select, 2)]
+    assert (count[3], rare[3]) == pytest.approx(np.mean(trained, 0)), "in four dimensions"
+    assert count[0] == 2, "on a line"

@@ -1,0 +1,108 @@
+"""The notebook docs/tour.ipynb runs from top to bottom, and does what the methods' files do."""
+
+import json
+import re
+import sys
+from types import SimpleNamespace
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from helpers import ROOT
+
+import convex_hull_select
+import entropy_weighting
+import fedavg
+import minimax_select
+from common.runner import flags
+
+CELLS = json.loads((ROOT / "docs/tour.ipynb").read_text())["cells"]
+CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
+FEWER = {  # so that it takes seconds; with gamma = 0 some silo gets words after one round, too
+    "ROUNDS = 30": "ROUNDS = 3",
+    "--rounds 6 --later-rounds 4": "--rounds 1 --later-rounds 1",
+    "--gamma 0.3": "--gamma 0",
+}
+
+
+@pytest.fixture(scope="module")
+def tour():
+    """What the cells have defined, in order and without Jupyter, and the number of pictures."""
+    code, names, pictures = "\n".join("".join(cell["source"]) for cell in CODE), {}, []
+    for words, fewer in FEWER.items():
+        assert code.count(words) == 1
+        code = code.replace(words, fewer)
+
+    def show():
+        plt.gcf().canvas.draw()
+        pictures.append(plt.gcf())
+        plt.close("all")
+
+    with pytest.MonkeyPatch.context() as patch, plt.rc_context():
+        patch.chdir(ROOT / "docs")
+        patch.setattr(sys, "path", [*sys.path])
+        plt.switch_backend("Agg")
+        patch.setattr(plt, "show", show)
+        exec(compile(code, "docs/tour.ipynb", "exec"), names)
+    return SimpleNamespace(**names, pictures=len(pictures))
+
+
+def by_file(tour, method, clients, words, table=None):
+    """The weights after the last round of this method's own `federate`, and its selections."""
+    args = flags.defaults(method, words)
+    trainer = tour.trainer_for(clients, args.rounds)
+    state = {} if table is None else {"w": trainer.initial, "table": table.clone()}
+    found = list(method.federate(args, clients, trainer, state))
+    return found[-1][0]["w"], [row["selected"].tolist() for _, row in found]
+
+
+def test_fedavgs_loop_by_hand_is_that_of_the_file(tour):
+    w, _ = by_file(tour, fedavg, tour.clients, "--rounds 3")
+    assert torch.equal(tour.w_fedavg, w)
+
+
+@pytest.mark.parametrize(
+    ("method", "words", "name"),
+    [
+        (minimax_select, "--rounds 3", "minimax"),
+        (convex_hull_select, "--rounds 3 --hull-dim 2", "hull"),
+        (entropy_weighting, "--rounds 1", "entropy"),
+    ],
+)
+def test_with_one_line_changed_it_is_another_file(tour, method, words, name):
+    """The files of Wu et al. subtract the mean update, so the weights differ by rounding."""
+    clients, table = (tour.mixed, None) if name == "entropy" else (tour.clients, tour.first)
+    w, selections = by_file(tour, method, clients, words, table)
+    by_hand = getattr(tour, f"w_{name}")
+    assert [row["selected"].tolist() for row in getattr(tour, name)] == selections
+    moved = by_hand - tour.trainer_for(clients, 1).initial
+    assert (w - by_hand).norm() < 0.05 * moved.norm()
+
+
+def test_the_arrows_are_the_clients_gradients(tour):
+    """With weights of zero both probabilities are 1/2: the gradient for class 1 is (1/2 - y) x."""
+    for wish, (x, y) in zip(tour.wish, tour.batches, strict=True):
+        by_hand = ((y - 0.5)[:, None] * x).mean(0)
+        torch.testing.assert_close(wish, by_hand)
+    plain, penalised = tour.train_together(0)[-1], tour.train_together(50)[-1]
+    assert plain[0] > 1 and abs(penalised[0]) < 0.1, "the penalty takes out the colour"
+    assert penalised[1] > 0.5, "and leaves the shape"
+
+
+def test_new_words_miss_by_less(tour):
+    words, z = tour.codebook.codewords.detach(), tour.z[0].reshape(-1, 16)
+    nearest = [(z[:, None] - words[:v]).square().mean(2).amin(1).mean().item() for v in (6, 12)]
+    assert [tour.few, tour.many] == pytest.approx([1.25 * n for n in nearest], rel=1e-4)
+    assert tour.many < tour.few
+
+
+def test_the_committed_notebook_ran_from_top_to_bottom(tour):
+    file = ROOT / "docs/tour.ipynb"
+    assert [cell["execution_count"] for cell in CODE] == [*range(1, len(CODE) + 1)]
+    outputs = [output for cell in CODE for output in cell["outputs"]]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == tour.pictures
+    assert not any(output["output_type"] == "error" for output in outputs)
+    assert file.stat().st_size < 400_000
+    for cell in CELLS:
+        for link in re.findall(r"\]\(([^)\s]+)\)", "".join(cell["source"])):
+            assert (file.parent / link).exists(), f"the notebook links to {link}"
