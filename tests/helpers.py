@@ -105,7 +105,8 @@ def selections(rows) -> list[list[int]]:
 
 def kept(folder) -> dict:
     """What the run in this folder keeps for its next round."""
-    return torch.load(folder / "checkpoint.pt")["state"]
+    file = folder / "checkpoint.pt"
+    return torch.load(file if file.exists() else folder / "next.pt")["state"]
 
 
 def outcome(folder) -> tuple[list[bytes], list[dict[str, str]]]:
@@ -113,7 +114,9 @@ def outcome(folder) -> tuple[list[bytes], list[dict[str, str]]]:
     rows = read_rows(folder)
     for row in rows:
         del row["seconds"]
-    models = [file for file in sorted(folder.glob("*.pt")) if "checkpoint" not in file.name]
+    models = [
+        file for file in sorted(folder.glob("*.pt")) if file.stem not in ("checkpoint", "next")
+    ]
     return [file.read_bytes() for file in models], rows
 
 

@@ -25,6 +25,7 @@ from helpers import (
     poison,
     prepared,
     read_rows,
+    save_each_round,
     selections,
 )
 from ranks import CALLS
@@ -483,7 +484,7 @@ def test_checkpoints_take_at_most_a_hundredth_of_the_time(new_run, monkeypatch):
 
     def slow(file, content):
         write(file, content)
-        if file.name == "checkpoint.pt":
+        if file.name == "next.pt":
             clock[0] += 2
             saves.append(run.t)
 
@@ -530,6 +531,32 @@ def test_another_machine_is_named_and_the_run_goes_on(start, start_and_stop, who
     capsys.readouterr()
     assert outcome(start(fedavg, "--resume cut")) == expected
     assert "cut began with Python" in (said := capsys.readouterr().err) and "torch 1." in said
+
+
+def test_what_a_loop_keeps_outside_of_its_state_is_noticed_after_any_kill(
+    start, refused, monkeypatch
+):
+    """Each round leaves a checkpoint, and the kill comes in the middle of one, so none is undone."""
+    calls, train = [], Trainer.train
+
+    def select(args, clients, trainer, w, t):
+        calls.append(t)
+        return clients.ids[[len(calls) % 4]]
+
+    def killed(self, update, theta, selected, t, *more, **options):
+        if t == 4:
+            raise KeyboardInterrupt
+        return train(self, update, theta, selected, t, *more, **options)
+
+    monkeypatch.setattr(fedavg, "select", select)
+    with monkeypatch.context() as patch:
+        save_each_round(patch.setattr)
+        patch.setattr(Trainer, "train", killed)
+        with pytest.raises(KeyboardInterrupt):
+            start(fedavg, CUTS[fedavg] + "--no-compare --out cut")
+    assert [row["round"] for row in read_rows(Path("cut"))] == ["1", "2", "3"]
+    calls.clear()  # as in a new program
+    refused(fedavg, "--resume cut", "round 3 has another selected than before")
 
 
 def test_a_damaged_checkpoint_is_refused(whole, refused):
