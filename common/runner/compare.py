@@ -82,6 +82,7 @@ def run(
         if args.is_example and not failed and len(runs) > 1:
             verdict(runs, prediction, shows_in)
         if failed:
+            ranks.exchange(None)  # the first rank still draws, and ends as soon as another one does
             raise UserError("; ".join(failed))
         return runs
 
