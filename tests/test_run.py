@@ -38,7 +38,7 @@ import fedavg
 import fediir
 import minimax_select
 import uefl
-from common import UserError
+from common import UserError, ranks
 from common.runner import compare, flags, plots, runs
 from common.splits import make_clients
 from common.train import Trainer
@@ -578,6 +578,21 @@ def test_of_several_seeds_one_is_damaged_and_the_others_go_on(start, launched, f
     shutil.rmtree("three/seed2")  # as the line advises
     start(fedavg, "--resume three")
     assert len(read_rows(Path("three/seed2"))) == 3
+
+
+def test_a_failed_seed_waits_until_the_first_process_has_drawn(start, launched, monkeypatch):
+    """Else the process that draws would end a second after the others, which only fail."""
+    start(fedavg, f"{CUTS[fedavg]} --no-compare --seed 1 2 --rounds 2 --out two")
+    Path("two/seed2/checkpoint.pt").write_bytes(b"{")
+
+    def draw(*given):
+        if ranks.RANK == 0:
+            time.sleep(2)
+            Path("drawn").touch()
+
+    monkeypatch.setattr(compare, "show", draw)
+    code, [line] = launched(fedavg, "--resume two --processes 2", start)
+    assert code == 2 and "checkpoint.pt cannot be read" in line and Path("drawn").exists()
 
 
 def test_a_clock_in_a_row_may_differ_after_a_stop(new_run):

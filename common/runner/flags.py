@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import re
 import sys
 from argparse import BooleanOptionalAction
 from collections.abc import Callable
@@ -163,8 +162,7 @@ def parse(
     """
     argv = sys.argv[1:] if argv is None else argv
     # A shell leaves the ~ of --out=~/x as it is, and a script from Windows ends its lines with \r
-    home = f"={Path.home()}"
-    argv = [re.sub(r"=~(?=/)", home, word.strip()) for word in argv]
+    argv = [word.strip().replace("=~/", f"={Path.home()}/", 1) for word in argv]
     # An empty value comes from a shell variable that is not set
     if any(not word or word.endswith("=") for word in argv):
         raise UserError("a flag's value is empty: give one, or leave the flag out")
