@@ -178,7 +178,7 @@ class Trainer:
             except ValueError as e:
                 if "more than 1 value per channel" not in str(e):
                     raise
-                raise UserError(f"client {k} has a batch of one sample, which batch norm does not "
+                raise RunError(f"client {k} has a batch of one sample, which batch norm does not "
                                 "take: choose another --batch-size") from e  # fmt: skip
             upload[:-1], upload[-1] = get_weights(self.model), torch.as_tensor(loss)
 

@@ -114,9 +114,7 @@ def outcome(folder) -> tuple[list[bytes], list[dict[str, str]]]:
     rows = read_rows(folder)
     for row in rows:
         del row["seconds"]
-    models = [
-        file for file in sorted(folder.glob("*.pt")) if file.stem not in ("checkpoint", "next")
-    ]
+    models = sorted({*folder.glob("*.pt")} - {folder / "checkpoint.pt", folder / "next.pt"})
     return [file.read_bytes() for file in models], rows
 
 

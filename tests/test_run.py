@@ -536,7 +536,7 @@ def test_another_machine_is_named_and_the_run_goes_on(start, start_and_stop, who
 def test_what_a_loop_keeps_outside_of_its_state_is_noticed_after_any_kill(
     start, refused, monkeypatch
 ):
-    """Each round leaves a checkpoint, and the kill comes in the middle of one, so none is undone."""
+    """Each round leaves a checkpoint, and the kill comes in the middle of the next one."""
     calls, train = [], Trainer.train
 
     def select(args, clients, trainer, w, t):

@@ -270,8 +270,10 @@ def refuse_others(folder: str, args: argparse.Namespace, typed: set[str], saved:
     # The run began with what the first node has for these names
     meant = {"auto": saved["precision"], "tf32": {"float32": "float32"}.get(saved["precision"])}
     args.precision = meant.get(args.precision) or args.precision
-    length = "iterations" if saved["later_rounds"] else "rounds"
-    for flag in sorted(typed - MAY_CHANGE - {length}):
+    length = {"iterations"} if saved["later_rounds"] else set()
+    if saved["iterations"] == 1:
+        length.add("rounds")
+    for flag in sorted(typed - MAY_CHANGE - length):
         now, then = getattr(args, flag), saved.get(flag)
         if flag == "out":
             now, then = Path(now), Path(folder)  # X/ is X

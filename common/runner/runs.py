@@ -84,7 +84,14 @@ class Run:
         goes_on = args.resume and (self.folder / "args.json").exists()
         if goes_on:
             self._take_up(device)
-        own = ("out", "device", "data_dir", "dataset", "processes")  # may differ between machines
+        own = (
+            "out",
+            "resume",
+            "device",
+            "data_dir",
+            "dataset",
+            "processes",
+        )  # may differ between machines
         facts = {flag: value for flag, value in vars(args).items() if flag not in own}
         weights = train.get_weights(model).double().sum().item()
         facts |= {"data": self.images, "initial weights": weights, "round": self.t}
