@@ -57,18 +57,11 @@ def test_newcomers_enter_the_table_and_only_present_clients_are_compared(start):
     assert torch.allclose(kept(folder)["w"], w, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("method", "more"),
-    [
-        (convex_hull_select, "--hull-dim 1 --sample 6"),
-        (minimax_select, "--selection random --sample 4"),
-    ],
-)
-def test_only_present_clients_are_selected(start, method, more):
-    rows = read_rows(start(method, f"{CUT} --churn 0.6 {more}"))
-    here = [present_in(t, 0.6) or range(6) for t in range(1, 6)]
-    for selected, present in zip(selections(rows), here, strict=True):
-        assert selected and set(selected) <= {*present}
+@pytest.mark.parametrize("words", ["--hull-dim 1 --sample 6", "--selection interior --hull-dim 1"])
+def test_the_hull_is_that_of_present_clients(start, words):
+    rows = read_rows(start(convex_hull_select, f"{CUT} --churn 0.4 {words}"))
+    for t, selected in enumerate(selections(rows), 1):
+        assert selected and {*selected} <= {*present_in(t, 0.4)}
 
 
 @pytest.mark.parametrize("method", [convex_hull_select, minimax_select])
