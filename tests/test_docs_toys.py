@@ -9,6 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 from helpers import ROOT
+from scipy.optimize import minimize
 
 MARK = "<!-- lengths -->\n"
 (PAGE,) = [text for page in ROOT.glob("docs/*.md") if MARK in (text := page.read_text())]
@@ -29,14 +30,10 @@ def loss(a, gamma, batch, colour, shape=0.75):
 
 
 def smallest(gamma, batch, colour):
-    """Where the loss is smallest, among all points of grids that become finer."""
-    low, high = np.zeros(2), np.full(2, 3.0)
-    for _ in range(6):
-        points = np.stack(np.meshgrid(*np.linspace(low, high, 41).T, indexing="ij"), -1)
-        found = points.reshape(-1, 2)[loss(points, gamma, batch, colour).argmin()]
-        step = (high - low) / 40
-        low, high = np.maximum(found - 3 * step, 0), found + 3 * step
-    return found
+    """Where the loss is smallest: at the best of many points, and from there downhill."""
+    points = np.stack(np.meshgrid(*[np.linspace(0, 3, 121)] * 2), -1).reshape(-1, 2)
+    best = points[loss(points, gamma, batch, colour).argmin()]
+    return minimize(loss, best, (gamma, batch, colour), "Nelder-Mead", bounds=[(0, 3)] * 2).x
 
 
 def table():
