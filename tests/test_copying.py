@@ -46,11 +46,6 @@ def with_todays_pieces(text):
     return "\n".join(lines) + "\n"
 
 
-def example(name):
-    """What one of the examples defines."""
-    return SimpleNamespace(**runpy.run_path(f"{ROOT}/docs/examples/{name}.py"))
-
-
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_holds_the_pieces_of_today_and_imports_nothing_of_this_project(path):
     text = path.read_text()
@@ -107,7 +102,7 @@ def test_the_plain_examples_learn(capsys):
 
 def test_the_plain_loop_selects_as_equation_16_and_weights_as_equation_14():
     torch.manual_seed(0)
-    loop = example("without_a_framework")
+    loop = SimpleNamespace(**runpy.run_path(f"{ROOT}/docs/examples/without_a_framework.py"))
     clients = [(torch.randn(20, 8), torch.randint(2 + i % 2, (20,))) for i in range(8)]
     weights = np.exp([scipy.stats.entropy(np.bincount(y)) for _, y in clients])
     model = loop.new_model()

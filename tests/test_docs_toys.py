@@ -1,4 +1,4 @@
-"""The table of lengths in docs/, for two features under FedIIR's penalty, by comparing all points.
+"""The table of lengths in docs/, for two features under FedIIR's penalty, by comparing many points.
 
 Nothing in the code computes these numbers, so nothing else would notice a wrong one.
 """
