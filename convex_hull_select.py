@@ -34,7 +34,7 @@ from scipy.linalg import eigh
 from scipy.spatial import ConvexHull
 from torch import Tensor
 
-from common import RunError, UserError, random_at, splits, train
+from common import RunError, random_at, splits, train
 from common.runner import compare, flags, launch, plots
 
 
@@ -114,7 +114,7 @@ def select(args, clients, table: Tensor, t: int) -> Tensor:
     inside = clients.ids[~torch.isin(clients.ids, vertices)]
     possible = {"hull": vertices, "interior": inside, "random": clients.ids}[args.selection]
     if not len(possible):
-        raise UserError(
+        raise RunError(
             f"round {t}: no client lies inside the hull: lower --hull-dim or raise --participating"
         )
     count = min(args.sample or len(vertices), len(vertices), len(possible))

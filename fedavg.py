@@ -56,7 +56,9 @@ def select(args, clients, trainer, w: Tensor, t: int) -> Tensor:
     """
     if args.selection == "power_of_choice":
         losses, _ = trainer.map(train.client_answers, w, clients.ids, clients.train, t)
-        trainer.count(clients.ids, 1, len(w) + 1)  # the model goes down, and a loss comes back
+        # All send a loss, and those who will not train get w for it alone
+        others = 1 - clients.per_round / len(clients.ids)
+        trainer.count(clients.ids, 1, 1 + others * len(w))
         return power_of_choice(losses, clients.per_round).cpu()
     by = clients.sizes[clients.ids] if args.selection == "by_size" else None
     return splits.sample(clients.ids, clients.per_round, random_at(args.seed, "select", t), by)

@@ -101,6 +101,8 @@ def seeded(device: torch.device, seed: int, purpose: str, *where: int):
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         seed_all(seed, purpose, *where)
-        yield
-    random.setstate(before[0])
-    np.random.set_state(before[1])
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])

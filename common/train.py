@@ -90,7 +90,7 @@ class Trainer:
     """Local training and evaluation of these clients, with one model for all of them.
 
     precision       "bfloat16": the model's forward pass runs under autocast, while weights, losses
-                    and the server stay in float32; "float32" or "tf32": see devices.pick_precision
+                    and the server stay in float32; "float32" or "tf32": see devices.set_up
     rounds          evaluate() measures in this round, and in every `evaluate_every`-th one
     progress        called with a round and the share of its training that has just been done
 
@@ -163,7 +163,7 @@ class Trainer:
         """
         sizes = [len(self.clients.train[k]) for k in selected]
         mine = self._mine(theta, selected, sizes, t)  # the other processes train the other clients
-        total = sum(sizes[i] for i in mine)
+        total = sum(sizes[i] for i in mine) or 1  # a process without a client joins in the check
         uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
 
         def train_one(i: int, upload: Tensor) -> None:
@@ -178,7 +178,7 @@ class Trainer:
             except ValueError as e:
                 if "more than 1 value per channel" not in str(e):
                     raise
-                raise UserError(f"client {k} has a batch of one sample, which batch norm does not "
+                raise RunError(f"client {k} has a batch of one sample, which batch norm does not "
                                 "take: choose another --batch-size") from e  # fmt: skip
             upload[:-1], upload[-1] = get_weights(self.model), torch.as_tensor(loss)
 

@@ -105,7 +105,8 @@ def selections(rows) -> list[list[int]]:
 
 def kept(folder) -> dict:
     """What the run in this folder keeps for its next round."""
-    return torch.load(folder / "checkpoint.pt")["state"]
+    file = folder / "checkpoint.pt"
+    return torch.load(file if file.exists() else folder / "next.pt")["state"]
 
 
 def outcome(folder) -> tuple[list[bytes], list[dict[str, str]]]:
@@ -113,7 +114,7 @@ def outcome(folder) -> tuple[list[bytes], list[dict[str, str]]]:
     rows = read_rows(folder)
     for row in rows:
         del row["seconds"]
-    models = [file for file in sorted(folder.glob("*.pt")) if "checkpoint" not in file.name]
+    models = sorted({*folder.glob("*.pt")} - {folder / "checkpoint.pt", folder / "next.pt"})
     return [file.read_bytes() for file in models], rows
 
 
@@ -134,18 +135,25 @@ def logits_by_hand(model, theta, data, samples):
 def loss_and_gradient(model, theta, data, samples) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean cross-entropy of these samples, and its gradient for all weights."""
     loss = F.cross_entropy(logits_by_hand(model, theta, data, samples), data.y[samples])
+    return loss, gradient_of(loss, model)
+
+
+def gradient_of(loss, model) -> torch.Tensor:
     parts = torch.autograd.grad(loss, list(model.parameters()))
-    return loss, torch.cat([part.flatten() for part in parts])
+    return torch.cat([part.flatten() for part in parts])
 
 
-def sgd_by_hand(args, data, model, theta, samples, t, k):
-    """Local training by its definition: v <- momentum v + grad + decay theta, theta -= lr_t v."""
+def sgd_by_hand(args, data, model, theta, samples, t, k, gradient=loss_and_gradient):
+    """Local training by its definition: v <- momentum v + grad + decay theta, theta -= lr_t v.
+
+    gradient  gradient(model, theta, data, batch) returns grad last
+    """
     rng, v, lr = random_at(args.seed, "batches", t, k), 0, args.lr * args.lr_decay ** (t - 1)
     for _ in range(args.local_epochs):
         order = samples[torch.from_numpy(rng.permutation(len(samples)))]
         for batch in order.split(args.batch_size):
-            gradient = loss_and_gradient(model, theta, data, batch)[1]
-            v = args.momentum * v + gradient + args.weight_decay * theta
+            grad = gradient(model, theta, data, batch)[-1]
+            v = args.momentum * v + grad + args.weight_decay * theta
             theta = theta - lr * v
     return theta
 

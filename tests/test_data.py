@@ -22,9 +22,8 @@ from common.glyphs import AGREEMENT, FONTS, glyphs
 
 
 def test_glyphs_are_the_same_bytes_for_the_same_seed_only():
-    a, b, c = (glyphs(300, 50, seed) for seed in (1, 1, 2))
-    assert all(torch.equal(a[part], b[part]) for part in ("x", "y", "domain"))
-    assert not torch.equal(a["x"], c["x"])
+    one, again, other = (glyphs(300, 50, seed)["x"] for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other)
 
 
 def test_a_digit_is_closer_to_its_own_class_than_to_others():
@@ -50,12 +49,9 @@ def test_a_colour_agrees_with_the_label_as_often_as_its_domain_says(monkeypatch)
     wrong, agrees = data.y[: len(half)] != shape, green == data.y
     for d, agreement in enumerate(AGREEMENT):
         here = torch.nonzero(data.domain == d).flatten()
-        cases = (
-            (wrong[here], 0.25),
-            (agrees[here], agreement),
-            (agrees[here][wrong[here]], agreement),
-        )
-        for drawn_so, p in cases:
+        among_wrong = agrees[here][wrong[here]]
+        shares = agreement, agreement, 0.25
+        for drawn_so, p in zip((agrees[here], among_wrong, wrong[here]), shares, strict=True):
             error = abs(drawn_so.double().mean() - p)
             assert error <= 4 * (p * (1 - p) / len(drawn_so)) ** 0.5
     assert data.domain[data.train].max() == 1 and data.domain[data.test].min() == 2

@@ -1,6 +1,4 @@
 from argparse import Namespace
-from collections import Counter
-from itertools import combinations, permutations
 
 import pytest
 import torch
@@ -28,7 +26,7 @@ CUT = "--model cnn --width 0.125 --local-epochs 2 --batch-size 16 --lr 0.1 --dir
 CUT += "--clients 6 --participating 4 --sample 2 --rounds 3 --no-compare "
 
 
-@pytest.mark.parametrize("selection", ["random", "power_of_choice"])
+@pytest.mark.parametrize("selection", ["random", "power_of_choice", "by_size"])
 @pytest.mark.parametrize("weighting", ["size", "equal"])
 def test_three_rounds_are_algorithm_1_by_hand(start, selection, weighting):
     words = f"{CUT} --selection {selection} --weighting {weighting}"
@@ -40,7 +38,8 @@ def test_three_rounds_are_algorithm_1_by_hand(start, selection, weighting):
         return loss_and_gradient(model, w, data, train[k])[0]
 
     for t, row in enumerate(read_rows(folder), 1):
-        selected = sample(clients.ids, 2, random_at(0, "select", t)).tolist()
+        by = clients.sizes[:4] if selection == "by_size" else None
+        selected = sample(clients.ids, 2, random_at(0, "select", t), by).tolist()
         if selection == "power_of_choice":
             selected = sorted(sorted(range(4), key=loss_of)[-2:])
         n = [len(train[k]) if weighting == "size" else 1 for k in selected]
@@ -60,21 +59,6 @@ def test_the_worst_tenth_is_the_mean_of_one_client_in_ten(clients, expected, rng
 def test_power_of_choice_takes_the_largest_losses_and_breaks_ties_by_id():
     losses = torch.tensor([0.5, 0.9, 0.5, 0.1, 0.5])
     assert fedavg.power_of_choice(losses, 3).tolist() == [0, 1, 2]
-
-
-@pytest.mark.usefixtures("start")
-def test_clients_by_size_are_drawn_in_turn_with_the_probabilities_of_their_sizes():
-    args, _, clients, trainer = prepared(fedavg, CUT + "--selection by_size")
-    n, pairs = clients.sizes[:4].tolist(), list(permutations(range(4), 2))
-    total, rounds, expected = sum(n), 4000, dict.fromkeys(combinations(range(4), 2), 0.0)
-    for i, j in pairs:  # first i, and then j of the others
-        expected[min(i, j), max(i, j)] += n[i] / total * n[j] / (total - n[i])
-    found = Counter(
-        tuple(fedavg.select(args, clients, trainer, None, t).tolist()) for t in range(rounds)
-    )
-    assert max(expected.values()) > 3 * min(expected.values())
-    for pair, p in expected.items():
-        assert found[pair] / rounds == pytest.approx(p, abs=4 * (p * (1 - p) / rounds) ** 0.5)
 
 
 # ---------------------------------------------------------------- what is printed of every run

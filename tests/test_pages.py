@@ -231,24 +231,37 @@ def test_holms_correction():
     rows = [Namespace(difference=partial(np.array, d)) for d in ([3, 4, 5], [1, 2, 4], [2, 2, 4])]
     plain = [ttest_1samp(row.difference(), 0).pvalue for row in rows]
     page.correct(rows)
-    smallest, middle, largest = np.argsort(plain)
-    assert rows[smallest].p == pytest.approx(3 * plain[smallest])
-    assert rows[middle].p == pytest.approx(max(rows[smallest].p, 2 * plain[middle]))
-    assert rows[largest].p == pytest.approx(max(rows[middle].p, plain[largest]))
+    one, two, three = sorted(plain)
+    expected = np.maximum.accumulate([3 * one, 2 * two, three])
+    assert [rows[i].p for i in np.argsort(plain)] == pytest.approx(expected)
 
 
 def test_the_papers_effect_is_tested_with_the_papers_spread():
-    differences = np.array([1.0, 4.0, 2.0, 2.5, 0.3])
-    exact = comparison([[1]], [[1]], paper="9", paper_baseline="5")
-    assert exact.welch(differences) == pytest.approx(ttest_1samp(differences, 4).pvalue)
-    spread = comparison([[1]], [[1]], paper="9 ± 1.5", paper_baseline="5")
-    of_paper = ttest_ind_from_stats(
-        4, 1.5, 3, differences.mean(), differences.std(ddof=1), 5, False
-    )
-    assert spread.welch(differences) == pytest.approx(of_paper.pvalue)
+    d = np.array([1.0, 4.0, 2.0, 2.5, 0.3])
+    by_scipy = {
+        "9": ttest_1samp(d, 4),
+        "9 ± 1.5": ttest_ind_from_stats(4, 1.5, 3, d.mean(), d.std(ddof=1), 5, equal_var=False),
+    }
+    for paper, expected in by_scipy.items():
+        c = comparison([[1]], [[1]], paper=paper, paper_baseline="5")
+        assert c.welch(d) == pytest.approx(expected.pvalue)
 
 
 # -------------------------------------------------------------------------------------- experiments
+
+
+HEADER = "experiment,seed,code,torch,round,mA,clients_so_far\n"
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch):
+    """A CSV without lines for two planned experiments."""
+    planned = {"variation": "", "command": "fedavg.py --no-such-flag"}
+    jobs = dict.fromkeys([("x/good", "0"), ("x/bad", "0")], planned)
+    monkeypatch.setattr(experiments, "RESULTS", tmp_path)
+    monkeypatch.setattr(experiments, "EXPERIMENTS", jobs)
+    (tmp_path / "x.csv").write_text(HEADER)
+    return tmp_path / "x.csv"
 
 
 def finished(folder, seed):
@@ -261,58 +274,39 @@ def finished(folder, seed):
         (out / "metrics.csv").write_text("round,mA,selected\n1,0.5,4 2\n2,,2 3\n")
 
 
-def test_finished_runs_are_recorded_once(tmp_path, monkeypatch):
-    header = "experiment,seed,code,torch,round,mA,clients_so_far\n"
-    monkeypatch.setattr(experiments, "RESULTS", tmp_path)
-    file = tmp_path / "x.csv"
-    file.write_text(header)
+def test_finished_runs_are_recorded_once(book, tmp_path):
     finished(tmp_path, "0")
     finished(tmp_path, "05")  # another seed, whose name begins alike
     lines = [f"x/good{name},0,abcdefg,2.14,1,0.5,2\n,,,,2,,3\n" for name in ("", "-random")]
     for _ in range(2):
         assert experiments.record(tmp_path, "x/good", "0")
-        assert file.read_text() == header + "".join(lines)
+        assert book.read_text() == HEADER + "".join(lines)
 
 
-def test_a_run_that_fails_is_not_recorded(tmp_path, monkeypatch, capsys):
-    (tmp_path / "x.csv").write_text("experiment,seed,code,torch,round,mA\n")
-    experiment = {"variation": "", "command": "fedavg.py --no-such-flag"}
-    monkeypatch.setattr(experiments, "RESULTS", tmp_path)
-    monkeypatch.setattr(experiments, "EXPERIMENTS", {("x/bad", "0"): experiment})
+@pytest.mark.usefixtures("book")
+def test_a_run_that_fails_is_not_recorded(tmp_path, capsys):
     assert experiments.run(tmp_path, ("x/bad", "0")) is None
     assert "failed" in capsys.readouterr().out
     assert "no-such-flag" in (tmp_path / "x/bad/0.log").read_text()
 
 
-@pytest.mark.parametrize("name", ["x/misspelt", "x/planned"])
-def test_only_recorded_experiments_are_checked(name, tmp_path, monkeypatch):
-    (tmp_path / "x.csv").write_text("experiment,seed,code,torch,round,mA\n")
-    monkeypatch.setattr(experiments, "RESULTS", tmp_path)
-    monkeypatch.setattr(experiments, "EXPERIMENTS", {("x/planned", "0"): {}})
-    monkeypatch.setattr(sys, "argv", ["experiments", "--check", f"{name}/0"])
-    with pytest.raises(UserError, match="no such recorded experiment"):
-        experiments.main()
-
-
-def test_a_misspelt_experiment_is_an_error(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["experiments", "uefl/mnits"])
-    with pytest.raises(UserError, match="no such experiment"):
+@pytest.mark.usefixtures("book")
+@pytest.mark.parametrize("words", ["x/misspelt", "x/misspelt --check", "x/good/0 --check"])
+def test_only_planned_experiments_run_and_only_recorded_ones_are_checked(words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["experiments", *words.split()])
+    with pytest.raises(UserError, match=r"no such .*experiment"):
         experiments.main()
 
 
 @pytest.mark.parametrize(("recorded", "says"), [("0.5", "repeats"), ("0.6", "differs")])
 def test_a_recorded_row_runs_again_and_says_whether_it_repeats(
-    tmp_path, monkeypatch, capsys, recorded, says
+    book, monkeypatch, capsys, recorded, says
 ):
     def run(folder, job):
         finished(folder, job[1])
         return job
 
-    header = "experiment,seed,code,torch,round,mA,clients_so_far\n"
-    row = f"x/good,0,abcdefg,2.14,1,{recorded},2\n,,,,2,,3\n"
-    (tmp_path / "x.csv").write_text(header + row)
-    monkeypatch.setattr(experiments, "RESULTS", tmp_path)
-    monkeypatch.setattr(experiments, "EXPERIMENTS", {("x/good", "0"): {}})
+    book.write_text(f"{HEADER}x/good,0,abcdefg,2.14,1,{recorded},2\n,,,,2,,3\n")
     monkeypatch.setattr(experiments, "run", run)
     monkeypatch.setattr(sys, "argv", ["experiments", "--check", "x/good/0"])
     with pytest.raises(SystemExit) as end:

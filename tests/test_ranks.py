@@ -143,7 +143,7 @@ def test_the_cost_is_what_was_sent_and_trained_on_by_count(folders, method):
         numbers += 2 * p * len(selected)
         if method is fedavg:  # power of choice: the model goes to all, and a loss comes back
             samples += sum(n[k] for k in everybody)
-            numbers += (p + 1) * len(everybody)
+            numbers += len(everybody) + p * (len(everybody) - len(selected))
         elif method is fediir:  # a gradient of the classifier comes, and their mean goes
             samples += sum(n[k] for k in selected)
             q = sum(weights.numel() for weights in trainer.model.classifier.parameters())

@@ -25,6 +25,7 @@ from helpers import (
     poison,
     prepared,
     read_rows,
+    save_each_round,
     selections,
 )
 from ranks import CALLS
@@ -37,7 +38,7 @@ import fedavg
 import fediir
 import minimax_select
 import uefl
-from common import UserError
+from common import UserError, ranks
 from common.runner import compare, flags, plots, runs
 from common.splits import make_clients
 from common.train import Trainer
@@ -483,7 +484,7 @@ def test_checkpoints_take_at_most_a_hundredth_of_the_time(new_run, monkeypatch):
 
     def slow(file, content):
         write(file, content)
-        if file.name == "checkpoint.pt":
+        if file.name == "next.pt":
             clock[0] += 2
             saves.append(run.t)
 
@@ -532,6 +533,32 @@ def test_another_machine_is_named_and_the_run_goes_on(start, start_and_stop, who
     assert "cut began with Python" in (said := capsys.readouterr().err) and "torch 1." in said
 
 
+def test_what_a_loop_keeps_outside_of_its_state_is_noticed_after_any_kill(
+    start, refused, monkeypatch
+):
+    """Each round leaves a checkpoint, and the kill comes in the middle of the next one."""
+    calls, train = [], Trainer.train
+
+    def select(args, clients, trainer, w, t):
+        calls.append(t)
+        return clients.ids[[len(calls) % 4]]
+
+    def killed(self, update, theta, selected, t, *more, **options):
+        if t == 4:
+            raise KeyboardInterrupt
+        return train(self, update, theta, selected, t, *more, **options)
+
+    monkeypatch.setattr(fedavg, "select", select)
+    with monkeypatch.context() as patch:
+        save_each_round(patch.setattr)
+        patch.setattr(Trainer, "train", killed)
+        with pytest.raises(KeyboardInterrupt):
+            start(fedavg, CUTS[fedavg] + "--no-compare --out cut")
+    assert [row["round"] for row in read_rows(Path("cut"))] == ["1", "2", "3"]
+    calls.clear()  # as in a new program
+    refused(fedavg, "--resume cut", "round 3 has another selected than before")
+
+
 def test_a_damaged_checkpoint_is_refused(whole, refused):
     file = whole(fedavg) / "checkpoint.pt"
     for damage in (file.read_bytes()[:-1], b"no checkpoint"):
@@ -551,6 +578,21 @@ def test_of_several_seeds_one_is_damaged_and_the_others_go_on(start, launched, f
     shutil.rmtree("three/seed2")  # as the line advises
     start(fedavg, "--resume three")
     assert len(read_rows(Path("three/seed2"))) == 3
+
+
+def test_a_failed_seed_waits_until_the_first_process_has_drawn(start, launched, monkeypatch):
+    """Else the process that draws would end a second after the others, which only fail."""
+    start(fedavg, f"{CUTS[fedavg]} --no-compare --seed 1 2 --rounds 2 --out two")
+    Path("two/seed2/checkpoint.pt").write_bytes(b"{")
+
+    def draw(*given):
+        if ranks.RANK == 0:
+            time.sleep(2)
+            Path("drawn").touch()
+
+    monkeypatch.setattr(compare, "show", draw)
+    code, [line] = launched(fedavg, "--resume two --processes 2", start)
+    assert code == 2 and "checkpoint.pt cannot be read" in line and Path("drawn").exists()
 
 
 def test_a_clock_in_a_row_may_differ_after_a_stop(new_run):

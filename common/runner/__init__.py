@@ -19,8 +19,8 @@ def launch(main: Callable[[], object]) -> None:
     """Runs a program from the command line, where it may fork itself.
 
     Exit codes: 2 is a user's mistake, 130 is Ctrl-C or SIGTERM, and 1 is an error of the operating
-    system, such as a full disk. Each of these is one line on stderr. If nobody reads stdout, it is
-    silent.
+    system, such as a full disk, or another process that has ended. Each of these is one line on
+    stderr. If nobody reads stdout, it is silent.
     """
     ranks.may_fork = True
     signal.signal(signal.SIGTERM, signal.default_int_handler)

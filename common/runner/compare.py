@@ -42,7 +42,8 @@ def run(
     seeds, or --test-domain all, both folders have a folder for each run. Then come the table,
     curves.png, and the verdict. If there are several processes, they are forked here, and do all of
     this together. Returns the runs, or None if others have run them. Raises UserError at the end,
-    if a run has diverged or is damaged; the others are run and shown nevertheless.
+    if a run has diverged or is damaged; the others are run and shown nevertheless. (Without the
+    method's run there is none of its baselines, because nobody knows how many rounds they have.)
     """
     label = args.name or label  # a baseline that is resumed alone keeps its name
     changes, folders = {label: {}}, {label: args.out}
@@ -82,6 +83,7 @@ def run(
         if args.is_example and not failed and len(runs) > 1:
             verdict(runs, prediction, shows_in)
         if failed:
+            ranks.exchange(None)  # the first rank still draws, and ends as soon as another one does
             raise UserError("; ".join(failed))
         return runs
 

@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import re
 import sys
 from argparse import BooleanOptionalAction
 from collections.abc import Callable
@@ -163,8 +162,7 @@ def parse(
     """
     argv = sys.argv[1:] if argv is None else argv
     # A shell leaves the ~ of --out=~/x as it is, and a script from Windows ends its lines with \r
-    home = f"={Path.home()}"
-    argv = [re.sub(r"=~(?=/)", home, word.strip()) for word in argv]
+    argv = [word.strip().replace("=~/", f"={Path.home()}/", 1) for word in argv]
     # An empty value comes from a shell variable that is not set
     if any(not word or word.endswith("=") for word in argv):
         raise UserError("a flag's value is empty: give one, or leave the flag out")
@@ -272,8 +270,10 @@ def refuse_others(folder: str, args: argparse.Namespace, typed: set[str], saved:
     # The run began with what the first node has for these names
     meant = {"auto": saved["precision"], "tf32": {"float32": "float32"}.get(saved["precision"])}
     args.precision = meant.get(args.precision) or args.precision
-    length = "iterations" if saved["later_rounds"] else "rounds"
-    for flag in sorted(typed - MAY_CHANGE - {length}):
+    length = {"iterations"} if saved["later_rounds"] else set()
+    if saved["iterations"] == 1:
+        length.add("rounds")
+    for flag in sorted(typed - MAY_CHANGE - length):
         now, then = getattr(args, flag), saved.get(flag)
         if flag == "out":
             now, then = Path(now), Path(folder)  # X/ is X

@@ -1,7 +1,8 @@
 """A run and its folder: flags, metrics, checkpoint, model and pictures, and the progress bar.
 
 A run can be killed at any time, and goes on with `--resume`: each file is written whole, and the
-checkpoint is at most some 30 seconds old.
+checkpoint is some 30 seconds old. A new one takes its place when the round after it has ended. So a
+resumed run repeats a round at least, and notices if it comes out otherwise.
 """
 
 import csv
@@ -62,6 +63,7 @@ class Run:
         choose: str | None = None,
     ):
         self.args, self.data, self.clients, self.folder = args, data, clients, Path(args.out)
+        self.checkpoint, self.next = (self.folder / f"{n}.pt" for n in ("checkpoint", "next"))
         self.model, self.choose = model, choose
         self.state, self.rows, self.t = {}, [], 0
         self.best = None  # the chosen weights so far, [P]
@@ -82,13 +84,23 @@ class Run:
         goes_on = args.resume and (self.folder / "args.json").exists()
         if goes_on:
             self._take_up(device)
-        own = ("out", "device", "data_dir", "dataset", "processes")  # may differ between machines
+        own = (
+            "out",
+            "resume",
+            "device",
+            "data_dir",
+            "dataset",
+            "processes",
+        )  # may differ between machines
         facts = {flag: value for flag, value in vars(args).items() if flag not in own}
         weights = train.get_weights(model).double().sum().item()
         facts |= {"data": self.images, "initial weights": weights, "round": self.t}
         ranks.agree(facts, "at the start", "start all alike")
         if ranks.RANK == 0:
             write_args(self.folder, about, goes_on)
+            if self.next.exists() and not self.checkpoint.exists():
+                self.next.replace(self.checkpoint)
+            self.next.unlink(missing_ok=True)  # later than the checkpoint, and not yet repeated
             if self.rows:
                 self._write_metrics()  # in its place may be those of more rounds
             plots.partition(self.folder / "partition.png", data, clients)
@@ -114,7 +126,7 @@ class Run:
                 f"{self.machine}, so its last digits may differ",
                 file=sys.stderr,
             )
-        file = self.folder / "checkpoint.pt"
+        file = self.checkpoint if self.checkpoint.exists() else self.next
         if not file.exists():
             return
         try:
@@ -171,19 +183,21 @@ class Run:
         if self.choose in row and self.best_row() is self.rows[-1]:
             self.best = weights_in(state).clone()  # a method may go on in place, as with +=
         self._write_metrics()
+        if ranks.RANK == 0 and self.next.exists():
+            self.next.replace(self.checkpoint)
         self.bar.update(self.t - self.bar.n)
         self.bar.set_postfix_str(_short(row), refresh=False)
         if time.monotonic() > self.save_at:
             self.save()
 
     def save(self) -> None:
-        """Writes the checkpoint. Raises UserError if the first one cannot be read again."""
+        """Writes the next checkpoint. Raises UserError if the first one cannot be read again."""
         began = time.monotonic()
         try:
-            self._write("checkpoint.pt", {name: getattr(self, name) for name in KEPT})
+            self._write(self.next.name, {name: getattr(self, name) for name in KEPT})
             if ranks.RANK == 0 and not self.save_at:  # it is the first one of this program
                 # on meta, which leaves out the numbers
-                torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location="meta")
+                torch.load(self.next, weights_only=True, map_location="meta")
         except (PickleError, AttributeError, TypeError) as e:  # the last two are of a lambda
             raise UserError(
                 "federate() yielded a state with something else than numbers and tensors, so no "
@@ -201,6 +215,8 @@ class Run:
         if self.t < self.total:
             print(f"{self.args.name} has ended after round {self.t} of at most {self.total}")
         self.save()
+        if ranks.RANK == 0:
+            self.next.replace(self.checkpoint)
         if self.best is not None:
             self._save_model("best_id.pt", self.best)
             for file, row in (("model.pt", self.rows[-1]), ("best_id.pt", self.best_row())):

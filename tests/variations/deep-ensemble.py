@@ -45,8 +45,7 @@ def test_members_share_nothing_but_who_is_extended(start):
 def test_a_stopped_run_goes_on_with_the_codewords_of_each_member(start, start_and_stop):
     words = CUT.replace("rounds 2 --later-rounds 1", "rounds 1 --later-rounds 2") + "--members 2 "
     whole = start(uefl, words + "--iterations 2")
-    rows = read_rows(whole)
-    assert [row["iteration"] for row in rows] == ["1", "2", "2"]
-    assert {int(v) for row in rows for v in row["codewords"].split()} == {4, 8}
+    *_, last = read_rows(whole)
+    assert last["iteration"] == "2" and {*last["codewords"].split()} == {"4", "8"}
     start_and_stop(uefl, words + "--iterations 2 --out cut", 3, "cut")
     assert outcome(start(uefl, "--resume cut")) == outcome(whole)

@@ -12,15 +12,14 @@ CUT += "--clients 8 --participating 6 --sample 3 --rounds 5 --no-compare "
 
 
 @pytest.mark.parametrize(
-    ("method", "words", "fewest", "most"),
+    ("method", "words"),
     [
-        (minimax_select, "--model cnn --event-threshold 0.3", 1, 14),
-        (minimax_select, "--model resblocks --event-threshold 0.8", 1, 14),
-        (convex_hull_select, "--model cnn --event-threshold 0.3", 1, 14),
-        (convex_hull_select, "--model cnn --event-threshold 1e9", 0, 0),
+        (minimax_select, "--model resblocks --event-threshold 0.8"),
+        (convex_hull_select, "--model cnn --event-threshold 0.3"),
+        (convex_hull_select, "--model cnn --event-threshold 1e9"),
     ],
 )
-def test_the_old_update_stands_for_a_client_that_hardly_moved(start, method, words, fewest, most):
+def test_the_old_update_stands_for_a_client_that_hardly_moved(start, method, words):
     """By hand, for the selected clients. Batch norm's statistics are those of the uploads alone."""
     folder = start(method, CUT + words)
     *_, trainer = prepared(method, CUT + words)
@@ -37,7 +36,7 @@ def test_the_old_update_stands_for_a_client_that_hardly_moved(start, method, wor
         new |= {k: F.pad(table[k], (0, len(w) - n)) for k in selected if k not in far}
         w = w - sum(new.values()) / len(selected)
         uploads.append(len(far))
-    assert fewest <= sum(uploads) <= most
+    assert 0 < sum(uploads) < 15 if threshold < 1 else not sum(uploads)
     models = 2 * 6 + sum(3 + n for n in uploads)  # 6 clients before round 1, and 3 in each round
     assert float(rows[-1]["megabytes"]) == pytest.approx(4e-6 * len(w) * models, rel=1e-5)
     assert torch.allclose(kept(folder)["w"], w, atol=1e-5)
