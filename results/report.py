@@ -69,6 +69,8 @@ def main():
     rows = {}
     for word in parser.parse_args().folders:
         folder = Path(word).resolve()
+        if not folder.exists():
+            raise UserError(f"{word}: no such folder")
         runs = rows.pop(folder, None) or row(folder)  # runs/* runs/fedavg names one twice
         if runs:
             rows[folder] = runs

@@ -168,7 +168,9 @@ def table(rows: Mapping[str, Sequence]) -> list[tuple[str, ...]]:
 
 def report(rows: Mapping[str, Sequence]) -> None:
     """Prints the means of these rows' runs, paired differences, and what the rows do not share."""
-    print(f"\nMean of each run's last {LAST} evaluations; shares are in percent:")
+    print(
+        f"\nMean of each run's last {LAST} evaluations, or of all if fewer; shares are in percent:"
+    )
     lines = table(rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for cells in lines:

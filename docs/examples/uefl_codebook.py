@@ -92,7 +92,7 @@ def uncertain(entropies: Tensor, gamma: float) -> Tensor:
     """
     if entropies.isnan().any():
         raise ValueError("an entropy is NaN, which is neither above the threshold nor below")
-    return entropies > (1 + gamma) * entropies.min()  # lines 8, 24
+    return entropies > (1 + gamma) * entropies.min()
 
 
 def average(theta: Tensor, thetas: Tensor, sizes: Tensor, uses: Tensor) -> Tensor:
