@@ -200,10 +200,12 @@ def test_what_is_no_run_is_refused(tmp_path, compared):
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("not a run, but runs/* names it, too")
     assert compared("one", "notes.txt") == compared("one")
-    assert compared("empty", "one", "nowhere") == compared("one")
-    for folder in ("empty", "nowhere", "notes.txt"):
+    assert compared("empty", "one") == compared("one")
+    for folder in ("empty", "notes.txt"):
         with pytest.raises(UserError, match="no finished runs"):
             compared(folder)
+    with pytest.raises(UserError, match="nowhere: no such folder"):
+        compared("nowhere", "one")
 
 
 def test_nothing_measured_is_a_dash_and_no_zero():
