@@ -55,11 +55,13 @@ def select(args, clients, trainer, w: Tensor, t: int) -> Tensor:
     replacement.
     """
     if args.selection == "power_of_choice":
-        losses, _ = trainer.map(train.client_answers, w, clients.ids, clients.train, t)
+        losses, _ = trainer.predict(w, torch.cat(clients.train[: clients.participating]))
+        sizes = [len(samples) for samples in clients.train[: clients.participating]]
+        means = torch.stack([of_client.mean() for of_client in losses.split(sizes)])
         # All send a loss, and those who will not train get w for it alone
         others = 1 - clients.per_round / len(clients.ids)
         trainer.count(clients.ids, 1, 1 + others * len(w))
-        return power_of_choice(losses, clients.per_round).cpu()
+        return power_of_choice(means, clients.per_round)
     by = clients.sizes[clients.ids] if args.selection == "by_size" else None
     return splits.sample(clients.ids, clients.per_round, random_at(args.seed, "select", t), by)
 

@@ -113,7 +113,8 @@ class Trainer:
         rounds: int | None = None,
         progress: Callable[[int, float], None] = lambda t, share: None,
     ):
-        self.x, self.y = data.x.to(device), data.y.to(device)
+        self.x, self.y, self.labels = data.x.to(device), data.y.to(device), data.y
+        self.classes = len(data.classes)
         self.clients, self.device = clients, torch.device(device)
         self.model = model.to(device, memory_format=torch.channels_last)
         self.local, self.seed = local or LocalTraining(), seed
@@ -312,16 +313,38 @@ class Trainer:
         row = {"selected": selected, "train_loss": losses.mean(), **self.cost()}
         if not self.is_due(t):
             return row
-        answers = None
-        if len(clients.held_out):
-            _, answers = self.map(client_answers, theta, clients.ids, clients.test, t)
+        m = clients.participating if len(clients.held_out) else 0
+        parts = [*clients.test[:m], *clients.tests.values()]
+        _, predicted = self.predict(theta, torch.cat(parts))
+        guesses = predicted.split([len(part) for part in parts])
+        pairs = zip(parts, guesses, strict=True)
+        answers = torch.stack([confusion(self.labels[s], g, self.classes) for s, g in pairs])
+        if m:
             row["id_selected"] = accuracy(answers[selected].sum(0))
-        row |= accuracy_columns(answers, self.on_tests(client_answers, theta, t))
+        row |= accuracy_columns(answers[:m], dict(zip(clients.tests, answers[m:], strict=True)))
         row["selected_size"] = clients.sizes[selected].mean()
         if "rare" in clients.tests:
             rare = [clients.groups[k] != "more classes" for k in selected]
             row["rare_selected"] = sum(rare) / len(rare)
         return row
+
+    @torch.no_grad()
+    def predict(self, theta: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """The model with weights theta on these samples of the pool, int64 [n].
+
+        Returns their cross-entropies [n] and the predicted classes, int64 [n], on the CPU. Raises
+        RunError if a loss is not finite, because the largest of NaN logits would count as class 0.
+        """
+        set_weights(self.model, theta)
+        self.model.eval()
+        batches, results = samples.to(self.device).split(self.chunk), {}  # all in one copy
+        for i in ranks.share_out([len(batch) for batch in batches]):
+            x, y = self.batch(batches[i])
+            logits = self.model(x)
+            results[i] = F.cross_entropy(logits, y, reduction="none"), logits.argmax(1)
+        columns = zip(*ranks.gather(results), strict=True)
+        losses, predicted = (torch.cat(column).cpu() for column in columns)
+        return finite(losses), predicted
 
     def on_tests(self, function: Callable, theta: Tensor, t: int, **options) -> dict[str, Tensor]:
         """The confusion on each test set that belongs to no client, by its name: [C, C].
@@ -337,21 +360,10 @@ class Trainer:
         return found
 
 
-@torch.no_grad()
-def client_answers(model: nn.Module, batches: Batches) -> tuple[Tensor, Tensor]:
-    """The mean cross-entropy of a model on these batches, and its confusion [C, C]."""
-    losses, answers = [], 0
-    for x, y in batches:
-        logits = model(x)
-        losses.append(F.cross_entropy(logits, y, reduction="none"))
-        answers = answers + confusion(y, logits.argmax(1), logits.shape[1])
-    return torch.cat(losses).mean(), answers  # the loss shows if the largest logit was a NaN
-
-
-def accuracy_columns(answers: Tensor | None, tests: Mapping[str, Tensor]) -> dict:
+def accuracy_columns(answers: Tensor, tests: Mapping[str, Tensor]) -> dict:
     """Columns of metrics.csv, from confusions: of the clients [M, C, C], and by test set [C, C]."""
     row = {}
-    if answers is not None:
+    if len(answers):
         each = accuracy(answers)
         row |= {"accuracies": each, "worst_tenth": worst_tenth(each)}
         row["id_accuracy"] = accuracy(answers.sum(0))
