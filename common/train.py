@@ -124,6 +124,7 @@ class Trainer:
         self.samples, self.megabytes = 0, 0.0
         self.is_checked = False  # that a client ends with the same weights in any process
         # Autocast for the forward pass alone, because FedIIR computes gradients inside of its loss
+        # (copy a model before this: a copy made later would compute with the weights of this one)
         for part in {self.model, getattr(model, "features", model)}:
             vars(part).pop("forward", None)  # of another trainer
             if precision == "bfloat16":
