@@ -217,7 +217,7 @@ def own_flags(add) -> None:
 def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
     if args.test_domain is None:
-        raise UserError("--test-domain is missing: name the domain to leave out, or make some by --rotate")
+        raise UserError("--test-domain is missing: name the domain to leave out, or use --rotate")
     # FedAvg has the same learning rate, batch size, clients, initial model, selections and batches.
     label = "FedIIR" if args.gamma else "FedAvg"
     prediction = (
