@@ -14,13 +14,13 @@ import torch.nn.functional as F
 
 import fediir
 from common import data
-from common.runner import flags, setup
+from common.runner import compare, flags
 
 
 def main(size: int, g_from: str, seed: int, rounds: int = 120) -> None:
     """Trains with one step a round, on batches of `size` images; g~ is of these, or of all data."""
     args, digits = flags.defaults(fediir, f"--seed {seed}"), data.load("colours")
-    clients, model = setup.assemble(args, digits, fediir.build_model)
+    clients, model = compare.assemble(args, digits, fediir.build_model)
     x, y, weights = digits.x.float() / 127.5 - 1, digits.y, list(model.parameters())
     optimizer, rng = torch.optim.SGD(weights, args.lr), torch.Generator().manual_seed(seed)
 

@@ -13,7 +13,7 @@ from PIL import Image
 import common.data
 from common import random_at
 from common.data import Dataset
-from common.runner import flags, runs, setup
+from common.runner import compare, flags, runs
 from common.splits import Clients
 from common.train import Trainer, set_weights
 
@@ -61,9 +61,9 @@ def prepared(method, words: str) -> tuple[Namespace, Dataset, Clients, Trainer]:
     """The flags, the data, the clients and the trainer of a run."""
     args = parsed(method, words)
     data = common.data.load(args.dataset)
-    build = getattr(method, "build_model", setup.build_model)
-    clients, model = setup.assemble(args, data, build)
-    trainer = Trainer(data, clients, model, local=setup.local_training(args), seed=args.seed)
+    build = getattr(method, "build_model", compare.build_model)
+    clients, model = compare.assemble(args, data, build)
+    trainer = Trainer(data, clients, model, local=compare.local_training(args), seed=args.seed)
     return args, data, clients, trainer
 
 

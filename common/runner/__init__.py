@@ -1,7 +1,7 @@
 """What surrounds a run: flags, folders, tables and pictures.
 
 A method can be understood without these files. A new run passes through them in this order: flags,
-compare, setup, runs, and then table and plots.
+compare, runs, and then table and plots.
 """
 
 import os

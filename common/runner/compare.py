@@ -3,16 +3,56 @@
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from common import RunError, UserError, data, devices, ranks
+from common import RunError, UserError, data, devices, models, ranks, splits
 from common.runner import plots, table
 from common.runner.runs import Run, check_free, write_args
-from common.runner.setup import assemble, build_model, prepare
+from common.train import LocalTraining, Trainer
 
 Runs = Mapping[str, Sequence[Run]]  # label -> its runs, in the order of the plans
+Plans = list[list[Namespace]]  # for each seed and test domain the flags of a run of each side
+
+
+def build_model(args: Namespace, shape: tuple[int, ...], classes: int) -> models.Classifier:
+    """The model of these flags for images of this shape (channels, height, width)."""
+    return models.build(args.model, shape, classes, args.width, pretrained=args.pretrained)
+
+
+def assemble(
+    args: Namespace, dataset: data.Dataset, build: Callable = build_model
+) -> tuple[splits.Clients, torch.nn.Module]:
+    """The clients and the initial model. Raises UserError if the flags do not fit the data."""
+    if len(dataset.classes) == 1:
+        raise UserError(f"{dataset.name} has only one class, {dataset.classes[0]}: two are needed")
+    clients = splits.make_clients(
+        dataset,
+        args.seed,
+        args.partition,
+        clients=args.clients,
+        participating=args.participating,
+        per_round=args.sample,
+        alpha=args.dirichlet,
+        silo_numbers=args.silos or (),
+        silo_size=args.silo_size,
+        test_domain=args.test_domain,
+        held_out=args.held_out,
+    )
+    with devices.seeded(torch.device("cpu"), args.seed, "model", 0):  # the same on any device
+        model = build(args, tuple(dataset.x.shape[1:]), len(dataset.classes))
+    return clients, model
+
+
+def local_training(args: Namespace) -> LocalTraining:
+    """How a client trains, from these flags."""
+    return LocalTraining(
+        args.local_epochs, args.batch_size, args.lr, args.optimizer, args.momentum,
+        args.weight_decay, args.lr_decay,
+    )  # fmt: skip
 
 
 def run(
@@ -43,12 +83,12 @@ def run(
     if a run has diverged or is damaged; the others are run and shown nevertheless. (Without the
     method's run there is none of its baselines, because nobody knows how many rounds they have.)
     """
-    label = args.name or label  # a baseline that is resumed alone keeps its name
-    changes, folders = {label: {}}, {label: args.out}
+    sides = [changed(args, name=args.name or label)]  # a baseline resumed alone keeps its name
     for name, flags in baselines.items():
         if args.compare and any(getattr(args, flag) != value for flag, value in flags.items()):
-            changes[name] = flags
-            folders[name] = f"{args.out}-{name.lower().replace(' ', '-')}"
+            out = f"{args.out}-{name.lower().replace(' ', '-')}"
+            own = {"name": name, "out": out, "compare": False, "method_rounds": args.rounds}
+            sides.append(changed(args, **flags, **own))
     for is_first in (True, False):  # if the data are downloaded, then once on each machine
         if is_first == (ranks.LOCAL_RANK == 0):
             dataset = data.load(args.dataset, args.data_dir, args.image_size)
@@ -58,16 +98,27 @@ def run(
     def data_of(seed: int) -> data.Dataset:
         return data.rotated(dataset, args.rotate, seed) if args.rotate else dataset
 
-    plans = plans_of(args, data_of(args.seeds[0]).domains)
-    for plan in plans.values():  # finds mistakes before anything is written
-        if plan.seed == args.seeds[0]:
-            clients, _ = assemble(plan, data_of(plan.seed), build)
+    domains = [args.test_domain]
+    if args.test_domain == "all":
+        domains = data_of(args.seeds[0]).domains or domains
+    plans = plans_of(sides, args.seeds, domains)
+    for method, *_ in plans[: len(domains)]:  # finds mistakes before anything is written
+        clients, _ = assemble(method, data_of(method.seed), build)
     if ranks.RANK == 0 and not args.resume:
-        for folder in folders.values():
-            check_free(Path(folder))
+        for side in sides:
+            check_free(Path(side.out))
 
-    def run_one(args: Namespace) -> Run:
-        clients, trainer, run = prepare(args, data_of(args.seed), build)
+    def run_one(args: Namespace, device: torch.device) -> Run:
+        own = data_of(args.seed)
+        clients, model = assemble(args, own, build)
+        run = Run(args, own, clients, model, device)
+        trainer = Trainer(
+            own, clients, model, device, local_training(args), args.seed, args.precision,
+            args.evaluate_every, args.rounds, run.progress,
+        )  # fmt: skip
+        if run.rows:
+            trainer.samples = run.rows[-1].get("samples", 0)
+            trainer.megabytes = run.rows[-1].get("megabytes", 0.0)
         devices.seed_all(args.seed, "round", run.t + 1)
         for state, row in federate(args, clients, trainer, run.state):
             run.record(state, row)
@@ -75,7 +126,7 @@ def run(
         return run.finish(picture)
 
     def work() -> Runs:
-        runs, failed = run_all(args, run_one, changes, plans, folders)
+        runs, failed = run_all(args, plans, run_one)
         if runs:
             show(args, runs)
         if args.is_example and not failed and len(runs) > 1:
@@ -94,46 +145,40 @@ def run(
         raise
 
 
-def plans_of(args: Namespace, domains: Sequence[str]) -> dict[str, Namespace]:
-    """The flags of one run for each seed and test domain, by its place in the method's folder."""
-    if args.test_domain != "all" or not domains:
-        domains = [args.test_domain]
-    several = len(args.seeds) * len(domains) > 1
-    plans = {}
-    for seed in args.seeds:
-        for domain in domains:
-            place = f"/{domain}" * (len(domains) > 1) + f"/seed{seed}"
-            plans[place if several else ""] = changed(args, seed=seed, test_domain=domain)
+def plans_of(sides: Sequence[Namespace], seeds: Sequence[int], domains: Sequence[str]) -> Plans:
+    """What to run with each seed and test domain: the method and its baselines, the `sides`."""
+    plans = []
+    for seed, domain in product(seeds, domains):
+        place = f"/{domain}" * (len(domains) > 1)
+        if len(seeds) * len(domains) > 1:
+            place += f"/seed{seed}"
+        here = {"seed": seed, "test_domain": domain}
+        plans.append([changed(side, out=f"{side.out}{place}", **here) for side in sides])
     return plans
 
 
-def run_all(args, run_one, changes, plans, folders) -> tuple[Runs, list[str]]:
+def run_all(args: Namespace, plans: Plans, run_one: Callable) -> tuple[Runs, list[str]]:
     """Runs the method and its baselines by each plan, and says which of them have failed."""
-    runs: dict[str, list[Run]] = {name: [] for name in changes}
-    failed = []
-    _, args.precision = devices.set_up(args.device, args.precision, args.model)  # of all runs
+    runs, failed = {}, []
+    device, args.precision = devices.set_up(args.device, args.precision, args.model)  # of all runs
     if len(plans) > 1 and ranks.RANK == 0:
         write_args(Path(args.out), {"flags": vars(args)}, bool(args.resume))
-    for i, (place, plan) in enumerate(plans.items(), start=1):
-        rounds = plan.rounds
-        for name, flags in changes.items():
-            own = changed(
-                plan, **flags, rounds=rounds, name=name, out=f"{folders[name]}{place}",
-                precision=args.precision, compare=args.compare and not flags,
-            )  # fmt: skip
-            if flags:
-                own.method_rounds = plan.rounds  # its own may depend on the seed
+    for i, plan in enumerate(plans, start=1):
+        rounds = args.rounds
+        for own in plan:
+            own.rounds, own.precision = rounds, args.precision
             try:
-                runs[name].append(run_one(own))
+                run = run_one(own, device)
             except RunError as e:
                 failed.append(f"{own.out}: {e}")
-                if not flags:  # nobody knows how many rounds its baselines would have
+                if own is plan[0]:  # nobody knows how many rounds its baselines would have
                     break
             else:
-                rounds = runs[name][-1].t  # a baseline stops when the method has stopped
+                runs.setdefault(own.name, []).append(run)
+                rounds = run.t  # a baseline stops when the method has stopped
         if len(plans) > 1:
             print(f"{i} of {len(plans)} done", flush=True)
-    return {name: of_name for name, of_name in runs.items() if of_name}, failed
+    return runs, failed
 
 
 def show(args: Namespace, runs: Runs) -> None:
@@ -158,7 +203,7 @@ def describe(name: str, runs: Sequence[Run]) -> None:
     classes = runs[0].data.classes
     confusion = sum(run.confusion for run in runs)
     labels = confusion.sum(1)
-    shares = (100 * confusion.diagonal() / labels).tolist()
+    shares = 100 * confusion.diagonal() / labels
     right = [
         f"{c}: {table.show(share, 'accuracies')}" for c, share in zip(classes, shares, strict=True)
     ]
@@ -169,13 +214,15 @@ def describe(name: str, runs: Sequence[Run]) -> None:
 
 def verdict(runs: Runs, prediction: str, shows_in: Mapping[str, str]) -> None:
     """Prints what the idea predicts for the example, and what these runs gave."""
-    label, name, *_ = runs
+    label, baseline, *_ = runs
     found, holds = [], True
     for column, side in shows_in.items():
-        scores = [[table.score(run, column) for run in of_name] for of_name in runs.values()]
-        here, there, *_ = (round(np.mean(of_name), 1) for of_name in scores)
+        here, there = (
+            round(np.mean([table.score(run, column) for run in runs[name]]), 1)
+            for name in (label, baseline)
+        )
         # What is printed as equal is a tie
         holds = holds and (here > there if side == "above" else here < there)
-        found.append(f"{column} is {here:.1f} ({label}) and {there:.1f} ({name})")
+        found.append(f"{column} is {here:.1f} ({label}) and {there:.1f} ({baseline})")
     print(f"\nPrediction: {prediction}.\nThis run: {', '.join(found)}.", end=" ")
     print("As predicted." if holds else "This is NOT as predicted.")
