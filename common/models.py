@@ -16,7 +16,11 @@ from torch import Tensor
 
 from common import UserError, first_line
 
-OWN = ["cnn", "convnet", "resblocks"]  # defined here
+OWN = {  # defined here: name -> channels
+    "cnn": [32, 64],
+    "convnet": [64, 128, 128, 128],
+    "resblocks": [128, 256, 512],
+}
 TORCHVISION = {"resnet18": 512, "resnet50": 2048, "vgg16": 512}  # name -> hidden units
 NAMES = [*OWN, *TORCHVISION]
 
@@ -69,20 +73,14 @@ def build(
     def scaled(channels: int) -> int:
         return max(8, round(channels * width / 8) * 8)
 
-    if name == "cnn":
-        features = _cnn(shape[0], scaled(32), scaled(64))
-    elif name == "convnet":
-        features = _convnet(shape[0], scaled(64), scaled(128), scaled(128), scaled(128))
-    elif name == "resblocks":
-        features = _resblocks(shape[0], scaled(128), scaled(256), scaled(512))
+    if name in OWN:
+        features = _own(name, [shape[0], *map(scaled, OWN[name])])
     else:
         features = _from_torchvision(name, shape[0], pretrained, pooled)
-    if name.startswith("resnet") and min(shape[1:]) <= 16:
-        # Its last stage would see a single pixel, for which bfloat16 on a CPU has random gradients
-        raise UserError(
-            f"--model {name} takes more than 16 pixels: take another model, or larger images"
-        )
     try:
+        # With bfloat16 on a CPU, the gradients of a single pixel are random
+        if name.startswith("resnet") and min(shape[1:]) <= 16:
+            raise RuntimeError("its last stage would see a single pixel")
         with torch.no_grad():
             example = features.eval()(torch.zeros(1, *shape))
     except RuntimeError as e:
@@ -107,31 +105,22 @@ def build(
     return Classifier(features.train(), classifier, dim=example.shape[1])
 
 
-def _cnn(*channels: int) -> nn.Sequential:
-    """McMahan et al. 2017: 5x5 convolutions, each with 2x2 pooling, then 512 hidden units.
-
-    Pooling before ReLU is the same function, with a quarter of the work for ReLU.
-    """
-    layers = []
-    for before, after in pairwise(channels):
-        layers += [nn.Conv2d(before, after, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()]
-    return nn.Sequential(*layers)
-
-
-def _convnet(*channels: int) -> nn.Sequential:
-    """Guo et al.: 3x3 convolutions, each with ReLU and group norm, then average pooling."""
+def _own(name: str, channels: list[int]) -> nn.Sequential:
+    """The features of a model in OWN, for images with the first of these numbers of channels."""
     layers = []
     for i, (before, after) in enumerate(pairwise(channels)):
-        stride = 2 if i == 1 else 1
-        layers += [nn.Conv2d(before, after, 3, stride, padding=1), nn.ReLU(), GroupNorm(8, after)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-
-
-def _resblocks(*channels: int) -> nn.Sequential:
-    """Zhang et al.'s encoder for grey images: residual blocks, with the pooling of their code."""
-    layers = []
-    for before, after in pairwise(channels):
-        layers += [nn.Conv2d(before, after, 3, padding=1), ResidualBlock(after), nn.MaxPool2d(2)]
+        if name == "cnn":
+            # McMahan et al. 2017, with 512 hidden units. Pooling before ReLU is the same function,
+            # with a quarter of the work for ReLU
+            layers += [nn.Conv2d(before, after, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()]
+        elif name == "convnet":  # Guo et al., with average pooling at the end
+            convolution = nn.Conv2d(before, after, 3, stride=2 if i == 1 else 1, padding=1)
+            layers += [convolution, nn.ReLU(), GroupNorm(8, after)]
+        else:  # Zhang et al.'s encoder for grey images, with the pooling of their code
+            convolution = nn.Conv2d(before, after, 3, padding=1)
+            layers += [convolution, ResidualBlock(after), nn.MaxPool2d(2)]
+    if name == "convnet":
+        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers)
 
 
