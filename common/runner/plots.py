@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -49,9 +49,7 @@ def picture(file: Path, width: float, height: float) -> Iterator[Figure]:
 
     It begins with matplotlib's defaults, because a user's own could turn images upside down.
     """
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE)
+    with style.context(STYLE, after_reset=True):
         figure = Figure(figsize=(width, height))
         yield figure
         if ranks.RANK == 0:
@@ -97,10 +95,9 @@ def panels(file: Path, found: Sequence[tuple], classes: int, ends: Sequence[int]
                 axes.axvline(end, color="0.7", lw=0.8, label=label)
             if unit := measure_of(column).unit:
                 name += f" ({unit})"
-            axes.set(title=name, xlabel="round", ylim=(0, None))
+            axes.set(title=name, xlabel="round", ylim=(0, 100 if in_percent(column) else None))
             if in_percent(column):
                 axes.axhline(100 / classes, color="0.5", ls=":", lw=0.9, label="chance")
-                axes.set(ylim=(0, 100))
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         figure.legend(*all_axes[0].get_legend_handles_labels(), loc=BELOW, ncols=2 * len(found))
 
@@ -143,19 +140,15 @@ def weights(run, counts: Tensor, entropies: Tensor, alphas: Mapping[str, Tensor]
         labels.set(title="what a client holds: a colour is a class", yticks=[])
         edges = np.arange(len(order) + 1) - 0.5
         for i, (name, alpha) in enumerate(alphas.items()):
-            style = {"color": COLOURS[i], "ls": LINES[i], "lw": 1.5, "label": name, "fill": i == 0}
-            base = 0 if i == 0 else None  # of the others only the top
-            weight.stairs(100 * alpha[order].numpy(), edges, baseline=base, **style)
-        weight.set(title="how much it counts in the average (percent)")
-        weight.set(xlabel="client, from the lowest entropy of labels to the highest")
+            weight.stairs(
+                100 * alpha[order].numpy(), edges, color=COLOURS[i], ls=LINES[i], lw=1.5,
+                label=name, fill=i == 0, baseline=0 if i == 0 else None,  # of others only the top
+            )  # fmt: skip
+        weight.set(
+            title="how much it counts in the average (percent)",
+            xlabel="client, from the lowest entropy of labels to the highest",
+        )
         figure.legend(loc=BELOW, ncols=4)
-
-
-def group_colours(groups: Sequence[str]) -> dict[str, str]:
-    """A colour for each of these groups of clients. The smallest group stands out."""
-    largest_first = [group for group, _ in Counter(groups).most_common()]
-    colours = cycle([COLOURS[1], "0.6", *COLOURS[2:]])
-    return dict(zip(reversed(largest_first), colours, strict=False))
 
 
 @contextmanager
@@ -163,11 +156,13 @@ def selections(run, name: str) -> Iterator[tuple[Axes, np.ndarray]]:
     """A picture with free axes at the left, and the colours of the participating clients [M].
 
     At the right is a bar for each client: in how many rounds it trained. The dotted line is the
-    mean.
+    mean. The smallest of the groups of clients stands out.
     """
     m = run.clients.participating
     groups = np.array(run.clients.groups[:m])
-    colours = group_colours(groups)
+    largest_first = [group for group, _ in Counter(groups).most_common()]
+    palette = cycle([COLOURS[1], "0.6", *COLOURS[2:]])
+    colours = dict(zip(reversed(largest_first), palette, strict=False))
     times = np.bincount([k for row in run.rows for k in row["selected"]], minlength=m)
     with picture(run.folder / name, 7.6, 4.2) as figure:
         left, axes = figure.subplots(1, 2, width_ratios=[1.6, 1])
@@ -177,8 +172,10 @@ def selections(run, name: str) -> Iterator[tuple[Axes, np.ndarray]]:
             label = f"holds {group}" if group else "clients"
             axes.barh(mine, times[mine], color=colour, label=label)
         axes.axvline(times.mean(), color="black", ls=":", lw=0.9)
-        axes.set(title="rounds in which a client trained\n(dotted: the mean)", ylim=(-1, m))
-        axes.set(ylabel="client", xlabel="rounds")
+        axes.set(
+            title="rounds in which a client trained\n(dotted: the mean)",
+            xlabel="rounds", ylabel="client", ylim=(-1, m),
+        )  # fmt: skip
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.legend(loc=BELOW, ncols=4)
 
@@ -189,12 +186,14 @@ def similarity(run, cosines: Tensor) -> None:
     cosines  of the updates [M, M]
     """
     others = cosines.clone().fill_diagonal_(torch.nan).numpy()
-    title = "cosine similarity of a client's update to those\nof the others (dot: largest)"
     with selections(run, "similarity.png") as (axes, colours):
         axes.plot(others, run.clients.ids, "|", color="0.85", ms=3)
         largest = np.fmax.reduce(others, axis=1)  # NaN if there is no other client
         axes.scatter(largest, run.clients.ids, s=22, color=colours, zorder=3)
-        axes.set(title=title, xlabel="cosine similarity", ylabel="client", ylim=(-1, len(others)))
+        axes.set(
+            title="cosine similarity of a client's update to those\nof the others (dot: largest)",
+            xlabel="cosine similarity", ylabel="client", ylim=(-1, len(others)),
+        )  # fmt: skip
 
 
 def hull(run, points: Tensor, vertices: Tensor) -> None:
@@ -211,9 +210,11 @@ def hull(run, points: Tensor, vertices: Tensor) -> None:
             axes.fill(*xy[ConvexHull(xy).vertices].T, fc="none", ec="0.8")
         axes.scatter(*xy.T, s=12, color=colours)
         axes.scatter(*xy[corners].T, s=80, color=colours[corners], ec="black")
-        title = "the clients' updates after the last round"
-        axes.set(title=f"{title}\n(large: a corner in {dim} dimensions)", xticks=[], yticks=[])
-        axes.set(xlabel="first principal component", ylabel="second")
+        axes.set(
+            title="the clients' updates after the last round\n"
+            f"(large: a corner in {dim} dimensions)",
+            xlabel="first principal component", ylabel="second", xticks=[], yticks=[],
+        )  # fmt: skip
 
 
 def uncertainties(run, state: dict) -> None:
@@ -227,8 +228,8 @@ def uncertainties(run, state: dict) -> None:
     ends = {row["iteration"]: row for row in run.rows if "uncertainties" in row}
     unit = "°" if run.args.rotate else ""
     names = [f"silo {k}, {run.clients.groups[k]}{unit}" for k in run.clients.ids]
-    file, height = run.folder / "uncertainties.png", 1.3 + 0.25 * len(names)
-    with picture(file, max(5, 2.4 * len(ends) + 1), height) as figure:
+    size = max(5, 2.4 * len(ends) + 1), 1.3 + 0.25 * len(names)
+    with picture(run.folder / "uncertainties.png", *size) as figure:
         figure.suptitle("a silo whose bar crosses the line gets more words, if the run goes on")
         all_axes = figure.subplots(1, len(ends), squeeze=False, sharex=True, sharey=True)[0]
         for axes, row in zip(all_axes, ends.values(), strict=True):
