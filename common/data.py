@@ -19,7 +19,7 @@ from common import UserError, first_line
 from common.folders import decode, image_folder
 from common.glyphs import coloured, glyphs
 
-OFFLINE = ["glyphs", "colours"]  # drawn by the program, so that no download is needed
+OFFLINE = {"glyphs": glyphs, "colours": coloured}  # drawn by the program, without a download
 PUBLIC = {  # name -> torchvision's class, and how many training and test images there are
     "mnist": ("MNIST", 60_000, 10_000),
     "fmnist": ("FashionMNIST", 60_000, 10_000),
@@ -73,10 +73,8 @@ def load(name: str, root: str | Path = "data", image_size: int = 96) -> Dataset:
     """
     root, folder = Path(root).expanduser(), Path(name).expanduser()
     jpegs, batches = root / "cifar10", root / "cifar-10-batches-py"  # its images, torchvision's
-    if name == "glyphs":
-        return Dataset(name, **glyphs())
-    if name == "colours":
-        return Dataset(name, **coloured())
+    if name in OFFLINE:
+        return Dataset(name, **OFFLINE[name]())
     if name not in PUBLIC:
         if not folder.is_dir():
             raise UserError(
@@ -103,13 +101,12 @@ def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
     An angle is in degrees, counter-clockwise, and becomes the domain of its images (Guo et al.,
     F.1: RotatedMNIST; Zhang et al., section 4). Training and test images are divided separately, so
     that both have all angles. The interpolation is bilinear, and the corners become zero. Raises
-    UserError for equal angles and for fewer images than angles.
+    UserError for equal angles.
     """
     from torchvision.transforms.functional import InterpolationMode, rotate  # slow to import
 
-    n, different = len(data.train), {f"{angle % 360:g}" for angle in angles}
-    if len(angles) > min(n, len(different)):
-        raise UserError(f"--rotate: {n} images for {angles}; name each angle once, and fewer")
+    if len({f"{angle % 360:g}" for angle in angles}) < len(angles):
+        raise UserError(f"--rotate: {angles}: name each angle once")
     g = torch.Generator().manual_seed(seed)
     x, domain = data.x.clone(), torch.full_like(data.y, -1)
     for part in (data.train, data.test):

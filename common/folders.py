@@ -62,8 +62,7 @@ def image_folder(folder: Path, image_size: int) -> dict:
             f"{folder}: {few(rare)} has no training image, or no test image: add some, or remove "
             "the class"
         )
-    is_test = torch.tensor([part == "test" for part in part_of])
-    train, test = torch.nonzero(~is_test).flatten(), torch.nonzero(is_test).flatten()
+    train, test = torch.arange(len(rows)).tensor_split([len(rows) - part_of.count("test")])
     understood = {
         "classes": classes,
         "domains": domains,

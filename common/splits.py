@@ -181,8 +181,9 @@ def hold_out(clients: Parts, share: float, rng: Generator) -> tuple[Parts, Parts
     for samples in clients:
         mixed = shuffled(samples, rng)
         tested = max(1, round(len(samples) * share)) if share else 0
-        train.append(mixed[: len(mixed) - tested])
-        test.append(mixed[len(mixed) - tested :])
+        first = len(samples) - tested
+        train.append(mixed[:first])
+        test.append(mixed[first:])
     return train, test
 
 
@@ -305,7 +306,7 @@ def group(data: Dataset, samples: Tensor, partition: str) -> str:
 
 
 def participation(
-    partition: str, clients: int, groups: int, m: int | None = None, k: int | None = None
+    partition: str, clients: int, groups: int, m: int | None, k: int | None
 ) -> tuple[int, int]:
     """M and K: how many clients participate, and how many of these a method selects per round.
 

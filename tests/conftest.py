@@ -27,7 +27,7 @@ torch.set_num_threads(1)  # the models here are too small to share between cores
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """Draws glyphs once, never forks pytest, and lets the folders of two tests have one path."""
-    monkeypatch.setattr(common.data, "glyphs", drawn)
+    monkeypatch.setitem(common.data.OFFLINE, "glyphs", drawn)
     monkeypatch.setattr(ranks, "cores", lambda: 1)
 
 

@@ -15,7 +15,7 @@ from common import UserError, data, models
 from common.runner.runs import read_args
 
 DIVIDED = ["dirichlet", "iid", "shards", "domain", "rare", "specialists"]
-MAY_CHANGE = {"resume", "device", "data_dir", "processes", "dataset"}  # in a resumed run
+MAY_CHANGE = {"resume", "device", "data_dir", "processes"}  # they move no number
 NEEDS = {  # flag -> the values of another flag with which it changes anything
     "dirichlet": ("partition", ["dirichlet"]),
     "silos": ("partition", ["silos"]),
@@ -180,12 +180,12 @@ def parse(
     )
     add_shared_flags(parser, next(iter(settings)))
     own_flags(parser.add_argument_group("this method").add_argument)
-    actions = {option: action for action in parser._actions for option in action.option_strings}
-    words = [actions.get(word.split("=")[0]) for word in argv]
-    typed = {action.dest for action in words if action}
-    for action in words:
-        if action and action.nargs == "+" and words.count(action) > 1:
-            raise UserError(f"{action.option_strings[0]} is given twice: give its values together")
+    known = parser._option_string_actions  # --flag -> what argparse knows of it
+    given = [known[flag] for word in argv if (flag := word.split("=")[0]) in known]
+    typed = {action.dest: action.option_strings[0] for action in given}
+    for action in given:
+        if action.nargs == "+" and given.count(action) > 1:
+            raise UserError(f"{typed[action.dest]} is given twice: give its values together")
     chosen, _ = parser.parse_known_args(argv)  # --dataset, --small and --resume say the defaults
     resume = folder_to_resume(chosen)
     defaults = saved_flags(resume, method) if resume else defaults_for(chosen, settings, small)
@@ -199,8 +199,7 @@ def parse(
         infer_partition(args, typed, defaults)
         refuse_useless(args, typed)
         args.method = method
-        changes_nothing = {*MAY_CHANGE, "out", "seeds", "precision"} - {"dataset"}
-        args.is_example = not typed - changes_nothing
+        args.is_example = not typed.keys() - MAY_CHANGE - {"out", "seeds", "precision"}
     now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # several runs may start in the same second
     out = Path(args.resume or args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}")
     args.out = str(out if out.name not in ("", "..") else out.resolve())  # "." has no name
@@ -211,7 +210,7 @@ def parse(
 
 
 @cache  # for as long as the program, which keeps the code that it has imported, too
-def code_of(file: str) -> tuple[str, str]:
+def code_of(file: str) -> list[str]:
     """Hashes of all files of its own folder and of this project that a program imports.
 
     The first is of all, and the second of those in common/.
@@ -221,8 +220,8 @@ def code_of(file: str) -> tuple[str, str]:
     finder.run_script(file)  # runs nothing, but reads which modules are imported
     files = sorted(Path(m.__file__) for m in finder.modules.values() if m.__file__)
     common = [path for path in files if path.is_relative_to(project / "common")]
-    everything, shared = (b"".join(path.read_bytes() for path in of) for of in (files, common))
-    return hashlib.sha1(everything).hexdigest(), hashlib.sha1(shared).hexdigest()
+    contents = (b"".join(path.read_bytes() for path in of) for of in (files, common))
+    return [hashlib.sha1(content).hexdigest() for content in contents]
 
 
 def defaults(method: ModuleType, words: str = "") -> argparse.Namespace:
@@ -250,7 +249,7 @@ def saved_flags(folder: str, method: str) -> dict:
     if saved.get("method") != method:
         raise UserError(f"--resume {folder}: this is a run of {saved.get('method')}.py")
     seeds = [saved["seed"]] if "seed" in saved else saved["seeds"]
-    return saved | {"seeds": seeds, "processes": None}
+    return saved | {"seeds": seeds, "processes": None, "out": folder}
 
 
 def folder_to_resume(chosen: argparse.Namespace) -> str | None:
@@ -262,27 +261,27 @@ def folder_to_resume(chosen: argparse.Namespace) -> str | None:
     return chosen.out if (Path(chosen.out) / "args.json").exists() else None
 
 
-def refuse_others(folder: str, args: argparse.Namespace, typed: set[str], saved: dict) -> None:
+def refuse_others(
+    folder: str, args: argparse.Namespace, typed: dict[str, str], saved: dict
+) -> None:
     """Raises UserError if a flag that was typed differs from those of the run in this folder.
 
     A run may become longer or shorter, by --rounds or by UEFL's --iterations.
     """
     # The run began with what the first node has for these names
-    meant = {"auto": saved["precision"], "tf32": {"float32": "float32"}.get(saved["precision"])}
-    args.precision = meant.get(args.precision) or args.precision
-    length = {"iterations"} if saved["later_rounds"] else set()
+    if args.precision == "auto" or (args.precision, saved["precision"]) == ("tf32", "float32"):
+        args.precision = saved["precision"]
+    may_change = {*MAY_CHANGE, "dataset"}  # a folder may have moved
+    if saved["later_rounds"]:
+        may_change.add("iterations")
     if saved["iterations"] == 1:
-        length.add("rounds")
-    for flag in sorted(typed - MAY_CHANGE - length):
-        now, then = getattr(args, flag), saved.get(flag)
-        if flag == "out":
-            now, then = Path(now), Path(folder)  # X/ is X
-        if now != then:
-            shown = "--seed" if flag == "seeds" else f"--{flag.replace('_', '-')}"
-            raise UserError(f"{folder} was run with another {shown}: leave {shown} out")
+        may_change.add("rounds")
+    for flag in sorted(typed.keys() - may_change):
+        if getattr(args, flag) != saved.get(flag):
+            raise UserError(f"{folder} was run with another {typed[flag]}: leave {typed[flag]} out")
 
 
-def infer_partition(args: argparse.Namespace, typed: set[str], defaults: dict) -> None:
+def infer_partition(args: argparse.Namespace, typed: dict[str, str], defaults: dict) -> None:
     """Sets the partition if neither the user nor the data set's defaults say it.
 
     It is domain with --test-domain or --rotate, and else dirichlet. Without domains of clients,
@@ -296,11 +295,10 @@ def infer_partition(args: argparse.Namespace, typed: set[str], defaults: dict) -
         args.rotate = None
 
 
-def refuse_useless(args: argparse.Namespace, typed: set[str]) -> None:
+def refuse_useless(args: argparse.Namespace, typed: dict[str, str]) -> None:
     """Raises UserError if a flag that was typed has no effect."""
     if "image_size" in typed and args.dataset in data.NAMES:
         raise UserError(f"--image-size is for folders of images; {args.dataset} has its own size")
     for flag, (other, values) in NEEDS.items():
         if flag in typed and getattr(args, other) not in values:
-            shown = f"--{flag.replace('_', '-')}"
-            raise UserError(f"{shown} has no effect with --{other} {getattr(args, other)}")
+            raise UserError(f"{typed[flag]} has no effect with --{other} {getattr(args, other)}")

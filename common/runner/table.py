@@ -15,7 +15,6 @@ from common.runner.measures import DECIMALS, MEASURES, in_percent, measure_of
 LAST = 5  # so many evaluations of a run make one number
 NONE = "\N{EN DASH}"  # where nothing was measured
 COLUMNS = [column for column, measure in MEASURES.items() if measure.table]
-RAN_ON = ["images", "machine"]
 OF_A_RUN = {"last": "", "all": ", all evaluations", "end": ", in all"}
 MAY_DIFFER = {  # flags that say which run of its row this is, or that move no number
     "seed", "test_domain", "out", "seeds", "resume", "device", "data_dir", "processes", "compare",
@@ -68,7 +67,7 @@ def unlike(rows: Mapping[str, Sequence]) -> str:
         for label, runs in rows.items():
             for partner in runs:
                 if which(partner) == which(run):
-                    about = {name: getattr(partner, name) for name in RAN_ON}
+                    about = {"images": partner.images, "machine": partner.machine}
                     facts[label] = {**about, "rounds": partner.rows[-1]["round"]}
         texts.append(differing(facts))
     return "; ".join(dict.fromkeys(filter(None, texts)))
@@ -76,7 +75,7 @@ def unlike(rows: Mapping[str, Sequence]) -> str:
 
 def score(run, column: str) -> float:
     """A run's number in the table: see measures.Measure. nan if nothing was measured."""
-    found = [row[column] for row in run.rows if row.get(column) is not None]
+    found = [row[column] for row in run.rows if column in row]
     kind = measure_of(column).table
     if kind != "all":
         found = found[-1:] if kind == "end" else found[-LAST:]
@@ -123,13 +122,12 @@ def without_empty_columns(table: Sequence[Sequence[str]]) -> list[tuple[str, ...
     return list(zip(*columns, strict=True))
 
 
-def line(name: str, numbers: Mapping, text: Callable) -> list[str]:
-    """A line of the table: means over the test domains. A seed counts if it has all of them.
+def line(name: str, numbers: Mapping, domains: Sequence[str], text: Callable) -> list[str]:
+    """A line of the table: means over these test domains. A seed counts if it has all of them.
 
     numbers  (seed, test domain) -> a number for each column
     text     makes one text of the numbers of all seeds
     """
-    domains = dict.fromkeys(domain for _, domain in numbers)
     means = {}  # seed -> means [columns]
     for seed in sorted({seed for seed, _ in numbers}):
         if all((seed, domain) in numbers for domain in domains):
@@ -152,17 +150,15 @@ def table(rows: Mapping[str, Sequence]) -> list[tuple[str, ...]]:
         numbers[label] = {which(run): [score(run, column) for column in COLUMNS] for run in runs}
     *others, last = rows
     for label in others:
-        both = [at for at in numbers[label] if at in numbers[last]]
-        differences = {at: np.subtract(numbers[label][at], numbers[last][at]) for at in both}
-        numbers[f"{label} - {last}"] = differences
+        ours, theirs = numbers[label], numbers[last]
+        both = [at for at in ours if at in theirs]
+        numbers[f"{label} - {last}"] = {at: np.subtract(ours[at], theirs[at]) for at in both}
     for label, of_row in numbers.items():
         text = pm if label in rows else with_interval
-        parts = {}
-        for at, found in of_row.items():
-            parts.setdefault(f"{label}, {at[1]}", {})[at] = found
-        lines.append(line(label, of_row, text))
-        if len(parts) > 1:
-            lines += [line(name, part, text) for name, part in parts.items()]
+        domains = [*dict.fromkeys(domain for _, domain in of_row)]
+        lines.append(line(label, of_row, domains, text))
+        if len(domains) > 1:
+            lines += [line(f"{label}, {domain}", of_row, [domain], text) for domain in domains]
     return without_empty_columns(lines)
 
 
@@ -175,7 +171,7 @@ def report(rows: Mapping[str, Sequence]) -> None:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for cells in lines:
         print("  ".join(map(str.ljust, cells, widths)).rstrip())
-    if any(len({run.args.seed for run in runs}) > 1 for runs in rows.values()):
+    if any("±" in cell for cells in lines for cell in cells):
         print("±: standard deviation over the seeds; brackets: 95 % interval of paired differences")
     if different := unlike(rows):
         print(f"Not the same in all rows: {different}")
