@@ -4,7 +4,7 @@ Every function's result depends only on its arguments.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from common.data import Dataset
 
 MIN_SIZE = 10  # every client has at least this many samples
 MEAN_SIZE = 30  # by default there are so few clients that they have this many on average
-HELD_OUT = 0.2  # the share of its samples that a client is tested on
 RARE = 3  # how many classes are rare in the partition rare
 Parts = list[Tensor]  # for each client the positions of its samples in the data set, int64
 
@@ -194,16 +193,12 @@ def label_counts(data: Dataset, clients: Parts) -> Tensor:
     return torch.stack(counts).float()
 
 
-def pools(
-    data: Dataset, partition: str, test_domain: str | None, seed: int
-) -> tuple[Tensor, Tensor]:
+def pools(data: Dataset, partition: str, test_domain: str | None) -> tuple[Tensor, Tensor]:
     """The samples that the clients divide, and the OOD samples: two int64 tensors.
 
-    Without a test domain, they are the standard training and test sets. Silos have no OOD samples,
-    and in a folder of domains without a test set a fifth of the samples is drawn for it, unless
-    each client holds one domain. With a test domain, all its samples are OOD, and the clients
-    divide those of the others, of both the training and the test set, as in Guo et al. (silos: of
-    the training set).
+    Without a test domain, they are the standard training and test sets, but silos have no OOD
+    samples. With a test domain, all its samples are OOD, and the clients divide those of the
+    others, of both the training and the test set, as in Guo et al. (silos: of the training set).
     """
     is_silos, needs_domains = partition == "silos", partition in ("domain", "silos")
     if data.domain is None and (test_domain or needs_domains):
@@ -211,11 +206,8 @@ def pools(
             f"{data.name} has no domains, which --test-domain and the partitions domain and silos "
             "need: make some with --rotate, or sort the images as DOMAIN/CLASS/"
         )
-    if test_domain is None and (len(data.test) or needs_domains):
-        return data.train, data.test[:0] if is_silos else data.test
     if test_domain is None:
-        mixed = shuffled(data.train, random_at(seed, "ood"))
-        return mixed[len(mixed) // 5 :], mixed[: len(mixed) // 5]
+        return data.train, data.test[:0] if is_silos else data.test
     if test_domain not in data.domains:
         raise UserError(
             f"--test-domain: no domain {test_domain!r} in {data.name}; its domains are "
@@ -238,13 +230,11 @@ def silos(
     """Training and test samples of numbers[d] silos for each domain d (Zhang et al., section 4).
 
     A silo has `size` training samples from the pool. It is tested on samples of its domain from the
-    standard test set, and each silo has equally many. Without a test set, a silo takes more from
-    the pool, and a fifth of it is for testing. The remaining samples belong to nobody. Raises
+    test set, and each silo has equally many. The remaining samples belong to nobody. Raises
     UserError if the numbers do not fit the domains.
     """
-    rng, has_test = random_at(seed, "split"), len(data.test) > 0
+    rng = random_at(seed, "split")
     domains, available = data.domain[pool].unique(return_counts=True)
-    size = size if has_test else round(size / (1 - HELD_OUT))
     fit = len(numbers) == len(domains) and (torch.tensor(numbers) * size <= available).all()
     if not fit or not sum(numbers):
         raise UserError(
@@ -261,10 +251,7 @@ def silos(
             parts += m[: k * size].view(k, size)
         return parts
 
-    train = take(pool, size)
-    if has_test:
-        return train, take(data.test)
-    return hold_out(train, HELD_OUT, random_at(seed, "held out"))
+    return take(pool, size), take(data.test)
 
 
 def divide(
@@ -358,12 +345,18 @@ def make_clients(
     held_out       the share of its own samples that a client is tested on (default: a tenth with
                    domain, else a fifth); 0 needs OOD samples, and ID is not measured
 
-    A silo is tested on samples of the standard test set if there is one. Raises UserError if the
-    numbers do not fit the data.
+    A silo is tested on samples of the standard test set. If there is none, a fifth of the samples
+    takes its place, unless each client holds one domain, or a test domain is enough. Raises
+    UserError if the numbers do not fit the data.
     """
-    pool, ood = pools(data, partition, test_domain, seed)
+    needs_test = partition == "silos" or (test_domain is None and partition != "domain")
+    if needs_test and not len(data.test):
+        mixed = shuffled(data.train, random_at(seed, "ood"))
+        test, train = mixed.tensor_split([len(mixed) // 5])
+        data = replace(data, train=train, test=test)
+    pool, ood = pools(data, partition, test_domain)
     if held_out is None:
-        held_out = 0.1 if partition == "domain" else HELD_OUT
+        held_out = 0.1 if partition == "domain" else 0.2
     if partition == "silos":
         train, test = silos(data, pool, silo_numbers, silo_size, seed)
     else:

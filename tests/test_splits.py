@@ -166,10 +166,12 @@ def test_a_silo_has_its_size_for_training_and_is_tested_on_its_own_domain(tiny):
     assert [len(t) for t in clients.train] == [20, 20, 20]
     assert torch.isin(torch.cat(clients.test), tiny.test).all()
     assert [tiny.domain[t].tolist() for t in clients.test] == [[0] * 15, [0] * 15, [1] * 15]
-    data = replace(tiny, test=tiny.test[:0])  # then it is dealt a fourth more, for testing
-    for size in range(9, 26):
-        clients = make_clients(data, 0, "silos", silo_numbers=[1, 1], silo_size=size)
-        assert [len(t) for t in clients.train] == [size, size]
+    data = replace(tiny, test=tiny.test[:0])  # then a fifth of all samples is for testing
+    clients = make_clients(data, 0, "silos", silo_numbers=[2, 1], silo_size=20)
+    held = torch.cat(clients.train + clients.test)
+    assert len(held.unique()) == len(held) == 3 * 20 + sum(map(len, clients.test)) > 70
+    assert [len(t) for t in clients.train] == [20, 20, 20]
+    assert [{*tiny.domain[t].tolist()} for t in clients.test] == [{0}, {0}, {1}]
 
 
 def test_further_test_sets_are_left_out_where_clients_train_on_their_images(tiny):

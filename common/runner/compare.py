@@ -203,7 +203,7 @@ def describe(name: str, runs: Sequence[Run]) -> None:
     classes = runs[0].data.classes
     confusion = sum(run.confusion for run in runs)
     labels = confusion.sum(1)
-    shares = 100 * confusion.diagonal() / labels
+    shares = (100 * confusion.diagonal() / labels).tolist()
     right = [
         f"{c}: {table.show(share, 'accuracies')}" for c, share in zip(classes, shares, strict=True)
     ]
