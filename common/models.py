@@ -117,28 +117,13 @@ def _own(name: str, channels: list[int]) -> nn.Sequential:
             convolution = nn.Conv2d(before, after, 3, stride=2 if i == 1 else 1, padding=1)
             layers += [convolution, nn.ReLU(), GroupNorm(8, after)]
         else:  # Zhang et al.'s encoder for grey images, with the pooling of their code
+            from torchvision.models.resnet import BasicBlock  # here, because it starts slowly
+
             convolution = nn.Conv2d(before, after, 3, padding=1)
-            layers += [convolution, ResidualBlock(after), nn.MaxPool2d(2)]
+            layers += [convolution, BasicBlock(after, after), nn.MaxPool2d(2)]
     if name == "convnet":
         layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers)
-
-
-class ResidualBlock(nn.Module):
-    """relu(x + two 3x3 convolutions with batch norm)."""
-
-    def __init__(self, channels: int):
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(),
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x + self.body(x))
 
 
 class GroupNorm(nn.GroupNorm):
