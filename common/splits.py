@@ -78,13 +78,11 @@ def iid(pool: Tensor, clients: int, rng: Generator) -> Parts:
     return list(shuffled(pool, rng).tensor_split(clients))
 
 
-def dirichlet(
-    labels: Tensor, clients: int, alpha: float, rng: Generator, min_size: int = MIN_SIZE
-) -> Parts:
+def dirichlet(labels: Tensor, clients: int, alpha: float, rng: Generator) -> Parts:
     """Label skew: each class is divided by its own draw from Dirichlet(alpha, ..., alpha).
 
-    A client with fewer than `min_size` samples then gets random samples of the client with the
-    most, so at least clients * min_size samples are needed. Every sample belongs to exactly one
+    A client with fewer than MIN_SIZE samples then gets random samples of the client with the
+    most, so at least clients * MIN_SIZE samples are needed. Every sample belongs to exactly one
     client. Returns positions in `labels`, int64.
     """
     alpha = min(alpha, 1e9)  # equal shares; numpy gives zeros if the sum of the alphas overflows
@@ -96,7 +94,7 @@ def dirichlet(
         for mine, part in zip(held, np.split(samples, cuts[:-1]), strict=True):
             mine += part.tolist()
     for samples in held:
-        for _ in range(min_size - len(samples)):
+        for _ in range(MIN_SIZE - len(samples)):
             richest = max(held, key=len)
             samples.append(richest.pop(rng.integers(len(richest))))
     return [torch.tensor(samples, dtype=torch.long) for samples in held]
@@ -133,33 +131,27 @@ def by_domain(domain: Tensor, clients: int, rng: Generator) -> Parts:
     return parts
 
 
-def wanted_classes(partition: str, classes: int, clients: int) -> list[list[int]]:
-    """The classes that each client holds in two partitions that show one idea at work.
+def by_class(labels: Tensor, partition: str, classes: int, clients: int, rng: Generator) -> Parts:
+    """Two partitions that show one idea at work. Each client holds equally many random samples.
 
     rare         each of the last three classes is held by one client, which holds nothing else
     specialists  three of four clients hold one class each, and the others hold all classes
 
-    Raises UserError if there are too few classes or clients for rare.
+    All clients together hold half of the samples, and no sample has two owners. Returns positions
+    in `labels`, int64. Raises UserError if classes, clients or samples of a class are too few.
     """
     every = list(range(classes))
     if partition == "specialists":
-        specialists = 3 * clients // 4
-        return [[k % classes] for k in range(specialists)] + [every] * (clients - specialists)
-    holders = [[c] for c in every[-RARE:]]
-    if classes < 5 or clients <= len(holders):
-        raise UserError(f"--partition rare needs 5 classes, and over {len(holders)} clients")
-    return holders + [every[:-RARE]] * (clients - len(holders))
-
-
-def of_classes(labels: Tensor, wanted: list[list[int]], size: int, rng: Generator) -> Parts:
-    """Client k holds `size` random samples of the classes wanted[k]; no sample has two owners.
-
-    Returns positions in `labels`, int64. Raises UserError if there are too few samples of a class.
-    """
+        ones, others = [[k % classes] for k in range(3 * clients // 4)], every
+    else:
+        ones, others = [[c] for c in every[-RARE:]], every[:-RARE]
+        if classes < 5 or clients <= len(ones):
+            raise UserError(f"--partition rare needs 5 classes, and over {len(ones)} clients")
+    wanted, size = ones + [others] * (clients - len(ones)), len(labels) // (2 * clients)
     mixed = shuffled(torch.arange(len(labels)), rng)
     owner = torch.full_like(labels, -1)
-    # Those who want all classes come first. The others would take the first samples of their class.
-    for k in sorted(range(len(wanted)), key=lambda k: -len(wanted[k])):
+    # Those who want many classes come first. The others would take the first samples of their class
+    for k in sorted(range(clients), key=lambda k: -len(wanted[k])):
         is_left = (owner[mixed] == -1) & torch.isin(labels[mixed], torch.tensor(wanted[k]))
         mine = mixed[is_left][:size]
         if len(mine) < size:
@@ -168,7 +160,7 @@ def of_classes(labels: Tensor, wanted: list[list[int]], size: int, rng: Generato
                 "--partition"
             )
         owner[mine] = k
-    return [mixed[owner[mixed] == k] for k in range(len(wanted))]
+    return [mixed[owner[mixed] == k] for k in range(clients)]
 
 
 def hold_out(clients: Parts, share: float, rng: Generator) -> tuple[Parts, Parts]:
@@ -279,8 +271,7 @@ def divide(
     elif partition == "dirichlet":
         parts = dirichlet(labels, clients, alpha, rng)
     else:
-        wanted = wanted_classes(partition, len(data.classes), clients)
-        parts = of_classes(labels, wanted, len(pool) // (2 * clients), rng)
+        parts = by_class(labels, partition, len(data.classes), clients, rng)
     return [pool[samples] for samples in parts]
 
 
@@ -338,8 +329,7 @@ def make_clients(
                    `clients` (default: <= 100)
                    domain: each of `clients` (default: one per domain) holds samples of one domain
                    silos: silo_numbers[d] silos of silo_size training samples from domain d
-                   rare, specialists: see wanted_classes; all clients together hold half of the
-                   samples, equally many each
+                   rare, specialists: see by_class
     participating, per_round  M and K: see participation for the defaults
     test_domain    no client has this domain: see pools
     held_out       the share of its own samples that a client is tested on (default: a tenth with

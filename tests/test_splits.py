@@ -23,11 +23,12 @@ def test_dirichlet_leaves_nobody_under_the_minimum(alpha, rng):
     assert all_once(parts, labels.argsort()) and min(map(len, parts)) >= 10
 
 
-def test_dirichlet_shares_have_the_mean_and_variance_of_the_distribution():
+def test_dirichlet_shares_have_the_mean_and_variance_of_the_distribution(monkeypatch):
+    monkeypatch.setattr("common.splits.MIN_SIZE", 0)
     clients, alpha, draws = 5, 0.5, 600
     labels, shares = torch.arange(2).repeat_interleave(400), []
     for i in range(draws):
-        parts = dirichlet(labels, clients, alpha, random_at(i, "deal"), min_size=0)
+        parts = dirichlet(labels, clients, alpha, random_at(i, "deal"))
         shares.append(torch.stack([torch.bincount(labels[p], minlength=2) / 400 for p in parts]))
     shares = torch.stack(shares)
     variance = (1 / clients) * (1 - 1 / clients) / (clients * alpha + 1)

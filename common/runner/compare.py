@@ -193,7 +193,7 @@ def show(args: Namespace, runs: Runs) -> None:
 
 def changed(args: Namespace, **changes) -> Namespace:
     """The same flags, but for these changes."""
-    return Namespace(**{**vars(args), **changes})
+    return Namespace(**(vars(args) | changes))
 
 
 def describe(name: str, runs: Sequence[Run]) -> None:

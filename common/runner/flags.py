@@ -187,25 +187,25 @@ def parse(
         if action.nargs == "+" and given.count(action) > 1:
             raise UserError(f"{typed[action.dest]} is given twice: give its values together")
     chosen, _ = parser.parse_known_args(argv)  # --dataset, --small and --resume say the defaults
-    resume = folder_to_resume(chosen)
-    defaults = saved_flags(resume, method) if resume else defaults_for(chosen, settings, small)
+    saved = saved_flags(chosen, method)
+    defaults = saved or defaults_for(chosen, settings, small)
     parser.set_defaults(**defaults)
     parser.add_argument("-h", "--help", action="help", help="show this text")  # with these defaults
     args = parser.parse_args(argv)
-    args.resume, args.seeds = resume, list(dict.fromkeys(args.seeds))
-    if resume:
-        refuse_others(resume, args, typed, defaults)
+    args.resume, args.seeds = saved.get("out"), list(dict.fromkeys(args.seeds))
+    if saved:
+        refuse_others(args, typed, saved)
     else:
         infer_partition(args, typed, defaults)
         refuse_useless(args, typed)
         args.method = method
         args.is_example = not typed.keys() - MAY_CHANGE - {"out", "seeds", "precision"}
     now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # several runs may start in the same second
-    out = Path(args.resume or args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}")
+    out = Path(args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}")
     args.out = str(out if out.name not in ("", "..") else out.resolve())  # "." has no name
     args.code, args.code_of_common = code_of(str(Path(file).resolve()))
-    if resume and defaults.get("code") != args.code:
-        raise UserError(f"{resume} belongs to other code: use that, or start a new run")
+    if saved and saved.get("code") != args.code:
+        raise UserError(f"{args.resume} belongs to other code: use that, or start a new run")
     return args
 
 
@@ -241,8 +241,18 @@ def defaults_for(chosen: argparse.Namespace, settings: dict, small: dict) -> dic
     return {**defaults, **small.get(kind, small["other"])} if chosen.small else defaults
 
 
-def saved_flags(folder: str, method: str) -> dict:
-    """The flags of this method's run or comparison in the folder. Raises UserError if none is."""
+def saved_flags(chosen: argparse.Namespace, method: str) -> dict:
+    """The flags of this method's run or comparison that goes on; none if a new one starts.
+
+    Raises UserError if there is no such run in the folder that --resume names.
+    """
+    folder = chosen.resume
+    if folder == "--out":
+        if not chosen.out:
+            raise UserError("--resume without a folder takes that in --out, which is missing")
+        folder = chosen.out if (Path(chosen.out) / "args.json").exists() else None
+    if not folder:
+        return {}
     if not (Path(folder) / "args.json").exists():
         raise UserError(f"--resume {folder}: there is no run to resume")
     saved = read_args(Path(folder))["flags"]
@@ -252,19 +262,8 @@ def saved_flags(folder: str, method: str) -> dict:
     return saved | {"seeds": seeds, "processes": None, "out": folder}
 
 
-def folder_to_resume(chosen: argparse.Namespace) -> str | None:
-    """The folder of the run that goes on, or None if a new one starts."""
-    if chosen.resume != "--out":
-        return chosen.resume
-    if not chosen.out:
-        raise UserError("--resume without a folder takes that in --out, which is missing")
-    return chosen.out if (Path(chosen.out) / "args.json").exists() else None
-
-
-def refuse_others(
-    folder: str, args: argparse.Namespace, typed: dict[str, str], saved: dict
-) -> None:
-    """Raises UserError if a flag that was typed differs from those of the run in this folder.
+def refuse_others(args: argparse.Namespace, typed: dict[str, str], saved: dict) -> None:
+    """Raises UserError if a flag that was typed differs from those of the run that goes on.
 
     A run may become longer or shorter, by --rounds or by UEFL's --iterations.
     """
@@ -278,7 +277,8 @@ def refuse_others(
         may_change.add("rounds")
     for flag in sorted(typed.keys() - may_change):
         if getattr(args, flag) != saved.get(flag):
-            raise UserError(f"{folder} was run with another {typed[flag]}: leave {typed[flag]} out")
+            name = typed[flag]
+            raise UserError(f"{args.resume} was run with another {name}: leave {name} out")
 
 
 def infer_partition(args: argparse.Namespace, typed: dict[str, str], defaults: dict) -> None:
