@@ -192,8 +192,8 @@ def pools(data: Dataset, partition: str, test_domain: str | None) -> tuple[Tenso
     samples. With a test domain, all its samples are OOD, and the clients divide those of the
     others, of both the training and the test set, as in Guo et al. (silos: of the training set).
     """
-    is_silos, needs_domains = partition == "silos", partition in ("domain", "silos")
-    if data.domain is None and (test_domain or needs_domains):
+    is_silos = partition == "silos"
+    if data.domain is None and (test_domain or is_silos or partition == "domain"):
         raise UserError(
             f"{data.name} has no domains, which --test-domain and the partitions domain and silos "
             "need: make some with --rotate, or sort the images as DOMAIN/CLASS/"

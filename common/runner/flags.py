@@ -196,7 +196,7 @@ def parse(
     if saved:
         refuse_others(args, typed, saved)
     else:
-        infer_partition(args, typed, defaults)
+        infer_partition(args, typed)
         refuse_useless(args, typed)
         args.method = method
         args.is_example = not typed.keys() - MAY_CHANGE - {"out", "seeds", "precision"}
@@ -281,14 +281,14 @@ def refuse_others(args: argparse.Namespace, typed: dict[str, str], saved: dict) 
             raise UserError(f"{args.resume} was run with another {name}: leave {name} out")
 
 
-def infer_partition(args: argparse.Namespace, typed: dict[str, str], defaults: dict) -> None:
+def infer_partition(args: argparse.Namespace, typed: dict[str, str]) -> None:
     """Sets the partition if neither the user nor the data set's defaults say it.
 
     It is domain with --test-domain or --rotate, and else dirichlet. Without domains of clients,
     the angles in the defaults of a data set are left out. N, M and K have their defaults in
     splits.divide and splits.participation.
     """
-    if "partition" not in typed and (args.test_domain or "partition" not in defaults):
+    if "partition" not in typed and (args.test_domain or not args.partition):
         args.partition = "domain" if args.test_domain or args.rotate else "dirichlet"
     holds_one_domain = args.partition in ("domain", "silos")
     if "rotate" not in typed and not holds_one_domain and not args.test_domain:
