@@ -208,6 +208,5 @@ def test_what_is_no_run_is_refused(tmp_path, compared):
         compared("nowhere", "one")
 
 
-def test_nothing_measured_is_a_dash_and_no_zero():
-    assert table.show(float("nan"), "ood_accuracy") == "\N{EN DASH}"
+def test_a_number_has_the_digits_of_its_unit():
     assert [table.show(0, column) for column in ("ood_accuracy", "mE")] == ["0.0", "0.000"]

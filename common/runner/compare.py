@@ -202,11 +202,9 @@ def describe(name: str, runs: Sequence[Run]) -> None:
         return
     classes = runs[0].data.classes
     confusion = sum(run.confusion for run in runs)
-    labels = confusion.sum(1)
-    shares = (100 * confusion.diagonal() / labels).tolist()
-    right = [
-        f"{c}: {table.show(share, 'accuracies')}" for c, share in zip(classes, shares, strict=True)
-    ]
+    labels, hits = confusion.sum(1), confusion.diagonal()
+    # A class without a sample has no share
+    right = [f"{classes[c]}: {100 * hits[c] / labels[c]:.1f}" for c in labels.nonzero().flatten()]
     print(f"{name}, right in the last round, by class: {', '.join(right[:20])}")
     constant = 100 * labels.max() / labels.sum()
     print(f"  (always answering {classes[labels.argmax()]}: {constant:.1f})")

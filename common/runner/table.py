@@ -13,7 +13,6 @@ from scipy.special import stdtrit  # scipy.stats would take half a second to imp
 from common.runner.measures import DECIMALS, MEASURES, in_percent, measure_of
 
 LAST = 5  # so many evaluations of a run make one number
-NONE = "\N{EN DASH}"  # where nothing was measured
 COLUMNS = [column for column, measure in MEASURES.items() if measure.table]
 OF_A_RUN = {"last": "", "all": ", all evaluations", "end": ", in all"}
 MAY_DIFFER = {  # flags that say which run of its row this is, or that move no number
@@ -67,8 +66,11 @@ def unlike(rows: Mapping[str, Sequence]) -> str:
         for label, runs in rows.items():
             for partner in runs:
                 if which(partner) == which(run):
-                    about = {"images": partner.images, "machine": partner.machine}
-                    facts[label] = {**about, "rounds": partner.rows[-1]["round"]}
+                    facts[label] = {
+                        "images": partner.images,
+                        "machine": partner.machine,
+                        "rounds": partner.rows[-1]["round"],
+                    }
         texts.append(differing(facts))
     return "; ".join(dict.fromkeys(filter(None, texts)))
 
@@ -90,9 +92,7 @@ def interval(differences: np.ndarray) -> tuple[float, float, float]:
 
 
 def show(value: float, column: str, sign: str = "") -> str:
-    """A number of this column as text; shares are in percent already. Of nan it is a dash."""
-    if np.isnan(value):
-        return NONE
+    """A number of this column as text; shares are in percent already."""
     return f"{value:{sign},.{DECIMALS.get(measure_of(column).unit, 3)}f}"
 
 
