@@ -87,8 +87,9 @@ def run(
     for name, flags in baselines.items():
         if args.compare and any(getattr(args, flag) != value for flag, value in flags.items()):
             out = f"{args.out}-{name.lower().replace(' ', '-')}"
-            own = {"name": name, "out": out, "compare": False, "method_rounds": args.rounds}
-            sides.append(changed(args, **flags, **own))
+            side = changed(args, **flags, name=name, out=out, compare=False)
+            side.method_rounds = args.rounds  # it may get fewer, as many as its method came to
+            sides.append(side)
     for is_first in (True, False):  # if the data are downloaded, then once on each machine
         if is_first == (ranks.LOCAL_RANK == 0):
             dataset = data.load(args.dataset, args.data_dir, args.image_size)
