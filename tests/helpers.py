@@ -127,15 +127,15 @@ def lines_of(said: str) -> list[str]:
 # ---------------------------------------------------------------- training by hand
 
 
-def logits_by_hand(model, theta, data, samples):
-    set_weights(model, theta)
-    return model(data.x[samples].float() / 127.5 - 1)
+def logits_by_hand(trainer, theta, samples):
+    set_weights(trainer.model, theta)
+    return trainer.model(trainer.x[samples].float() / 127.5 - 1)
 
 
-def loss_and_gradient(model, theta, data, samples) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_and_gradient(trainer, theta, samples) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean cross-entropy of these samples, and its gradient for all weights."""
-    loss = F.cross_entropy(logits_by_hand(model, theta, data, samples), data.y[samples])
-    return loss, gradient_of(loss, model)
+    loss = F.cross_entropy(logits_by_hand(trainer, theta, samples), trainer.y[samples])
+    return loss, gradient_of(loss, trainer.model)
 
 
 def gradient_of(loss, model) -> torch.Tensor:
@@ -143,19 +143,23 @@ def gradient_of(loss, model) -> torch.Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
-def sgd_by_hand(args, data, model, theta, samples, t, k, gradient=loss_and_gradient):
+def sgd_by_hand(args, trainer, theta, t, k, gradient=loss_and_gradient):
     """Local training by its definition: v <- momentum v + grad + decay theta, theta -= lr_t v.
 
-    gradient  gradient(model, theta, data, batch) returns grad last
+    Returns client k's theta at the end of round t, and the mean loss of its steps.
+
+    gradient  gradient(trainer, theta, batch) returns the loss and grad
     """
-    rng, v, lr = random_at(args.seed, "batches", t, k), 0, args.lr * args.lr_decay ** (t - 1)
+    samples, rng = trainer.clients.train[k], random_at(args.seed, "batches", t, k)
+    lr, v, losses = args.lr * args.lr_decay ** max(t - 1, 0), 0, []
     for _ in range(args.local_epochs):
         order = samples[torch.from_numpy(rng.permutation(len(samples)))]
         for batch in order.split(args.batch_size):
-            grad = gradient(model, theta, data, batch)[-1]
+            loss, grad = gradient(trainer, theta, batch)
             v = args.momentum * v + grad + args.weight_decay * theta
             theta = theta - lr * v
-    return theta
+            losses.append(loss.item())
+    return theta.detach(), np.mean(losses)
 
 
 def largest_by_numpy(updates) -> np.ndarray:

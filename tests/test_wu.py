@@ -16,6 +16,7 @@ import entropy_weighting
 import minimax_select
 from common import UserError, random_at
 from common.splits import sample
+from common.train import local_solver
 from convex_hull_select import hull_vertices
 from entropy_weighting import entropy_weights, label_entropy
 from minimax_select import minimax_clients
@@ -160,32 +161,40 @@ def selected_by_hand(method, table, t, more=""):
     return exact_hull(normalize(table.double()) if "unit" in more else table, 2)
 
 
+MOMENTUM = "--momentum 0.9 --weight-decay 0.1 --lr-decay 0.5"
+BATCH_NORM = "--model resblocks --width 0.01 --lr 0.01"
 VARIANTS = [(method, "") for method in METHODS]
 VARIANTS += [(entropy_weighting, "--weighting equal"), (minimax_select, "--selection random")]
-VARIANTS += [(minimax_select, "--selection maxsim --weighting size")]
+VARIANTS += [(minimax_select, "--selection maxsim --weighting size " + MOMENTUM)]
 VARIANTS += [(convex_hull_select, "--unit-length --weighting size --seed 1")]
+VARIANTS += [(minimax_select, BATCH_NORM), (convex_hull_select, BATCH_NORM)]
 
 
 @pytest.mark.parametrize(("method", "more"), VARIANTS)
 def test_three_rounds_are_the_paper_by_hand(start, method, more):
+    """The statistics of batch norm move the model, and select nobody."""
     words = f"{CUT} {METHODS[method]} {more}"
     folder = start(method, words)
     args, data, clients, trainer = prepared(method, words)
     labels = [data.y[samples].bincount() for samples in clients.train]
     h = torch.tensor([scipy.stats.entropy(count) for count in labels]).float()
-    w = trainer.initial
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    w, differs = trainer.initial, 0
 
-    def update(t, k):
-        return w - sgd_by_hand(args, data, trainer.model, w, clients.train[k], t, k)
+    def trained(t, k):
+        if more == BATCH_NORM:  # statistics have no gradient
+            ends, losses = trainer.train(local_solver, w, torch.tensor([k]), t)
+            return ends[0], losses.item()
+        return sgd_by_hand(args, trainer, w, t, k)
 
-    table = torch.stack([update(0, k) for k in range(6)])  # line 1
-    differs = 0
+    table = torch.stack([w - trained(0, k)[0] for k in range(6)])  # line 1
     for t, row in enumerate(read_rows(folder), 1):
-        selected = selected_by_hand(method, table, t, more)
+        selected = selected_by_hand(method, table[:, :parameters], t, more)
         differs += selected != selected_by_hand(method, table, t)
         assert row["selected"] == " ".join(map(str, selected))
-        for k in selected:
-            table[k] = update(t, k)
+        ends, losses = zip(*[trained(t, k) for k in selected], strict=True)
+        table[selected] = w - torch.stack(ends)
+        assert float(row["train_loss"]) == pytest.approx(np.mean(losses), rel=1e-4)
         alpha = torch.full((len(selected),), 1 / len(selected))
         if "size" in more:
             n = torch.tensor([float(len(clients.train[k])) for k in selected])
@@ -199,32 +208,7 @@ def test_three_rounds_are_the_paper_by_hand(start, method, more):
         "other flags would select the same clients"
     )
     if method is not entropy_weighting:
-        assert torch.allclose(kept(folder)["table"], table, atol=1e-5)
-
-
-@pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
-def test_the_statistics_of_batch_norm_move_the_model_and_select_nobody(start, method):
-    """Also in a notebook, where federate() runs without the runner."""
-    words = f"{CUT} {METHODS[method]} --model resblocks --width 0.01 --lr 0.01"
-    args, _, clients, trainer = prepared(method, words)
-    n, train, uploads = sum(p.numel() for p in trainer.model.parameters()), trainer.train, []
-
-    def noted(*wanted):
-        uploads.append(train(*wanted))
-        return uploads[-1]
-
-    trainer.train, w, differs = noted, trainer.initial, False
-    for t, (state, row) in enumerate(method.federate(args, clients, trainer, {}), 1):
-        if t == 1:
-            table = (w - uploads[0][0]).clone()
-        selected = selected_by_hand(method, table[:, :n], t)
-        differs = differs or selected != selected_by_hand(method, table, t)
-        assert row["selected"].tolist() == selected
-        table[selected] = w - uploads[-1][0]
-        w = w - table[selected].mean(0)
-        assert torch.allclose(state["w"], w, atol=1e-6)
-        assert torch.allclose(state["table"], table[:, :n], atol=1e-6)
-    assert t == 3 and differs, "with the statistics, others would have been selected"
+        assert torch.allclose(kept(folder)["table"], table[:, :parameters], atol=1e-5)
 
 
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])

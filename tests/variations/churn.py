@@ -3,11 +3,11 @@ from itertools import combinations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import kept, prepared, read_rows, selections
+from helpers import kept, prepared, read_rows, selections, sgd_by_hand
 
 import convex_hull_select
 import minimax_select
-from common import random_at, splits, train
+from common import random_at, splits
 
 CUT = "--model cnn --width 0.125 --local-epochs 1 --lr 0.1 --partition dirichlet --dirichlet 0.5 "
 CUT += "--clients 8 --participating 6 --rounds 5 --no-compare "
@@ -37,18 +37,18 @@ def minimax_by_brute_force(table, here):
 def test_newcomers_enter_the_table_and_only_present_clients_are_compared(start):
     """The same by hand: the table is a dict, and clients train one at a time."""
     folder = start(minimax_select, CUT + "--sample 2 --churn 0.4")
-    *_, trainer = prepared(minimax_select, CUT + "--sample 2")
+    args, *_, trainer = prepared(minimax_select, CUT + "--sample 2")
     w, table, expected, entered = trainer.initial, {}, [], []
 
-    def train_alone(k, t):
-        return w - trainer.train(train.local_solver, w, torch.tensor([k]), t)[0][0]
+    def update(k, t):
+        return w - sgd_by_hand(args, trainer, w, t, k)[0]
 
     for t in range(1, 6):
         here = present_in(t, 0.4)
         new = [k for k in here if k not in table]
-        table |= {k: train_alone(k, 0) for k in new}
+        table |= {k: update(k, 0) for k in new}
         selected = minimax_by_brute_force(table, here)
-        table |= {k: train_alone(k, t) for k in selected}
+        table |= {k: update(k, t) for k in selected}
         w = w - sum(table[k] for k in selected) / 2
         expected.append([*selected])
         entered.append(len(new))

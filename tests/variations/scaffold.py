@@ -21,18 +21,19 @@ CUT += "--clients 5 --participating 4 --sample 2 --weighting size --local-epochs
 
 def test_two_rounds_are_algorithm_1_by_hand(start):
     folder = start(fedavg, CUT + "--rounds 2")
-    args, data, clients, trainer = prepared(fedavg, CUT)
+    args, _, clients, trainer = prepared(fedavg, CUT)
     w, samples, found = trainer.initial, clients.train, kept(folder)
     c, c_k, steps = 0 * w, [0 * w] * 4, [0] * 4
 
     def corrected(*where):
         steps[k] += 1
-        return [loss_and_gradient(*where)[1] - c_k[k] + c]
+        loss, gradient = loss_and_gradient(*where)
+        return loss, gradient - c_k[k] + c
 
     for t, selected in enumerate(selections(read_rows(folder)), 1):
         ends, change, steps = {}, {}, [0] * 4
         for k in selected:
-            ends[k] = sgd_by_hand(args, data, trainer.model, w, samples[k], t, k, corrected)
+            ends[k], _ = sgd_by_hand(args, trainer, w, t, k, corrected)
             change[k] = (w - ends[k]) / (steps[k] * 0.1) - c
         n = sum(len(samples[k]) for k in selected)
         w = sum(len(samples[k]) / n * ends[k] for k in selected)
