@@ -22,7 +22,7 @@ from entropy_weighting import entropy_weights, label_entropy
 from minimax_select import minimax_clients
 
 CUT = "--model cnn --width 0.125 --local-epochs 1 --clients 8 --participating 6 --dirichlet 0.5 "
-CUT += "--partition dirichlet --rounds 3 --lr 0.1 --batch-size 32 --no-compare "
+CUT += "--partition dirichlet --rounds 3 --lr 0.1 --batch-size 8 --no-compare "
 METHODS = {  # the hull has at most 6 vertices
     entropy_weighting: "--sample 2 ",
     minimax_select: "--sample 2 ",
@@ -162,7 +162,7 @@ def selected_by_hand(method, table, t, more=""):
 
 
 MOMENTUM = "--momentum 0.9 --weight-decay 0.1 --lr-decay 0.5"
-BATCH_NORM = "--model resblocks --width 0.01 --lr 0.01"
+BATCH_NORM = "--model resblocks --width 0.01 --lr 0.01 --batch-size 32"
 VARIANTS = [(method, "") for method in METHODS]
 VARIANTS += [(entropy_weighting, "--weighting equal"), (minimax_select, "--selection random")]
 VARIANTS += [(minimax_select, "--selection maxsim --weighting size " + MOMENTUM)]
@@ -196,7 +196,7 @@ def test_three_rounds_are_the_paper_by_hand(start, method, more):
         table[selected] = w - torch.stack(ends)
         assert float(row["train_loss"]) == pytest.approx(np.mean(losses), rel=1e-4)
         alpha = torch.full((len(selected),), 1 / len(selected))
-        if "size" in more:
+        if "weighting size" in more:
             n = torch.tensor([float(len(clients.train[k])) for k in selected])
             alpha = n / n.sum()
         if method is entropy_weighting and not more:
