@@ -11,13 +11,13 @@ if not any("test_gpu" in word for word in sys.argv):
 
 import pytest
 import torch
-from helpers import drawn, lines_of, make_tiny, save_each_round
+from helpers import before, drawn, lines_of, make_tiny, save_each_round
 from matplotlib.figure import Figure
 
 import common.data
 from common import random_at, ranks
 from common.models import build
-from common.runner import launch, runs
+from common.runner import launch
 from common.splits import Clients
 from common.train import LocalTraining, Trainer
 
@@ -90,16 +90,13 @@ def start_and_stop(start, monkeypatch):
     """
 
     def run_method(method, flags, round, folder):
+        def stop(run):
+            if run.t == round and run.folder.name == folder:
+                raise KeyboardInterrupt
+
         with monkeypatch.context() as patch:
             save_each_round(patch.setattr)
-            save = runs.Run.save
-
-            def save_or_stop(self):
-                if self.t == round and self.folder.name == folder:
-                    raise KeyboardInterrupt
-                save(self)
-
-            patch.setattr(runs.Run, "save", save_or_stop)
+            before("save", stop, patch.setattr)
             with pytest.raises(KeyboardInterrupt):
                 start(method, flags)
 

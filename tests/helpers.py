@@ -78,15 +78,20 @@ def poison(client: int, t: int, patch=setattr, seed: int = 0) -> None:
     patch(Trainer, "_batches", poisoned)
 
 
+def before(name: str, action, patch=setattr) -> None:
+    """From now on, action(run, ...) comes before this method of a run, which is save or record."""
+    method = getattr(runs.Run, name)
+
+    def both(run, *given):
+        action(run, *given)
+        method(run, *given)
+
+    patch(runs.Run, name, both)
+
+
 def save_each_round(patch=setattr) -> None:
     """From now on, each round leaves a checkpoint, and not only one in half a minute."""
-    save = runs.Run.save
-
-    def save_and_be_due(self):
-        save(self)
-        self.save_at = -1.0
-
-    patch(runs.Run, "save", save_and_be_due)
+    before("record", lambda run, *given: vars(run).update(save_at=0.0), patch)
 
 
 # ---------------------------------------------------------------- what a run leaves

@@ -73,8 +73,6 @@ def test_rotation_is_torchvisions_in_equal_parts_and_leaves_the_original(tiny):
     assert torch.equal(tiny.x, before) and turned.domains == ["0", "-50", "30"]
     for part, size in ((turned.train, 40), (turned.test, 20)):
         assert torch.bincount(turned.domain[part]).tolist() == [size] * 3
-    with pytest.raises(UserError, match="name each angle once"):
-        rotated(tiny, [0, 360])
 
 
 def test_the_fingerprint_changes_with_one_pixel_one_label_or_one_domain(tiny):
