@@ -3,6 +3,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 # With a GPU in sight, a process cannot fork once it has computed gradients, so only test_gpu.py,
 # when it is named on the command line, may see one.
@@ -11,7 +12,17 @@ if not any("test_gpu" in word for word in sys.argv):
 
 import pytest
 import torch
-from helpers import before, drawn, lines_of, make_tiny, save_each_round
+from helpers import (
+    before,
+    drawn,
+    kept,
+    lines_of,
+    make_tiny,
+    prepared,
+    read_rows,
+    save_each_round,
+    selections,
+)
 from matplotlib.figure import Figure
 
 import common.data
@@ -77,6 +88,26 @@ def start(monkeypatch, tmp_path):
             patch.setattr(Figure, "savefig", draw_once)
             method.main(words.split())
         return tmp_path / re.findall(r"--(?:out|resume) (\S+)", words)[-1]
+
+    return run_method
+
+
+@pytest.fixture
+def finished(start):
+    """finished(method, "--flag value ...") is a run: what it begins with, and what it leaves.
+
+    It has the flags, data, clients and trainer of helpers.prepared, its folder, the rows of
+    metrics.csv, the clients selected in each round, and the state that it keeps.
+    """
+
+    def run_method(method, flags):
+        args, data, clients, trainer = prepared(method, flags)
+        folder = start(method, flags)
+        rows = read_rows(folder)
+        return SimpleNamespace(
+            args=args, data=data, clients=clients, trainer=trainer,
+            folder=folder, rows=rows, selected=selections(rows), state=kept(folder),
+        )  # fmt: skip
 
     return run_method
 

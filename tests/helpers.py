@@ -148,19 +148,20 @@ def gradient_of(loss, model) -> torch.Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
-def sgd_by_hand(args, trainer, theta, t, k, gradient=loss_and_gradient):
+def sgd_by_hand(run, theta, t, k, gradient=loss_and_gradient):
     """Local training by its definition: v <- momentum v + grad + decay theta, theta -= lr_t v.
 
     Returns client k's theta at the end of round t, and the mean loss of its steps.
 
+    run       what the fixture `finished` returns
     gradient  gradient(trainer, theta, batch) returns the loss and grad
     """
-    samples, rng = trainer.clients.train[k], random_at(args.seed, "batches", t, k)
+    args, samples, rng = run.args, run.clients.train[k], random_at(run.args.seed, "batches", t, k)
     lr, v, losses = args.lr * args.lr_decay ** max(t - 1, 0), 0, []
     for _ in range(args.local_epochs):
         order = samples[torch.from_numpy(rng.permutation(len(samples)))]
         for batch in order.split(args.batch_size):
-            loss, grad = gradient(trainer, theta, batch)
+            loss, grad = gradient(run.trainer, theta, batch)
             v = args.momentum * v + grad + args.weight_decay * theta
             theta = theta - lr * v
             losses.append(loss.item())

@@ -8,7 +8,6 @@ from helpers import (
     logits_by_hand,
     loss_and_gradient,
     parsed,
-    prepared,
     read_rows,
     sgd_by_hand,
 )
@@ -31,28 +30,26 @@ CUT += "--clients 6 --participating 4 --sample 2 --rounds 3 --no-compare "
 @pytest.mark.parametrize(
     "weighting", ["size", "equal --momentum 0.9 --weight-decay 0.1 --lr-decay 0.5"]
 )
-def test_three_rounds_are_algorithm_1_by_hand(start, selection, weighting):
-    words = f"{CUT} --selection {selection} --weighting {weighting}"
-    folder = start(fedavg, words)
-    args, data, clients, trainer = prepared(fedavg, words)
-    w = trainer.initial
+def test_three_rounds_are_algorithm_1_by_hand(finished, selection, weighting):
+    run = finished(fedavg, f"{CUT} --selection {selection} --weighting {weighting}")
+    data, clients, trainer, w = run.data, run.clients, run.trainer, run.trainer.initial
 
     def loss_of(k):
         return loss_and_gradient(trainer, w, clients.train[k])[0]
 
-    for t, row in enumerate(read_rows(folder), 1):
+    for t, row in enumerate(run.rows, 1):
         by = clients.sizes[:4] if selection == "by_size" else None
         selected = sample(clients.ids, 2, random_at(0, "select", t), by).tolist()
         if selection == "power_of_choice":
             selected = sorted(sorted(range(4), key=loss_of)[-2:])
         n = [len(clients.train[k]) if weighting == "size" else 1 for k in selected]
-        ends, losses = zip(*[sgd_by_hand(args, trainer, w, t, k) for k in selected], strict=True)
+        ends, losses = zip(*[sgd_by_hand(run, w, t, k) for k in selected], strict=True)
         w = sum(n_k / sum(n) * end for n_k, end in zip(n, ends, strict=True))
-        assert row["selected"] == " ".join(map(str, selected))
+        assert run.selected[t - 1] == selected
         assert float(row["train_loss"]) == pytest.approx(np.mean(losses), rel=1e-4)
         right = logits_by_hand(trainer, w, data.test).argmax(1) == data.y[data.test]
         assert float(row["ood_accuracy"]) == pytest.approx(right.float().mean().item(), abs=1e-5)
-    assert t == 3 and torch.allclose(kept(folder)["w"], w, atol=1e-5)
+    assert t == 3 and torch.allclose(run.state["w"], w, atol=1e-5)
 
 
 SHARED = "--rounds 3 --local-epochs 1 --batch-size 10 --lr 0.1 --evaluate-every 1 --no-compare "

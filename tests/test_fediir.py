@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import gradient_of, kept, logits_by_hand, prepared, read_rows, sgd_by_hand
+from helpers import gradient_of, logits_by_hand, sgd_by_hand
 
 import fediir
 from common import UserError, random_at
@@ -114,30 +114,29 @@ def gradient_by_hand(trainer, theta, samples, graph=False):
     return risk, torch.cat([part.flatten() for part in parts])
 
 
-def test_three_rounds_are_algorithm_1_by_hand(start):
+def test_three_rounds_are_algorithm_1_by_hand(finished):
     words = CUT + "--rounds 3 --gamma 2 --ema 0.7 --server-lr 0.8 --no-compare"
-    folder, g = start(fediir, words), 0.0
-    args, _, clients, trainer = prepared(fediir, words)
-    theta = trainer.initial
+    run, g = finished(fediir, words), 0.0
+    clients, trainer, theta = run.clients, run.trainer, run.trainer.initial
 
     def of_line_10(trainer, theta, batch):
         risk, gradient = gradient_by_hand(trainer, theta, batch, graph=True)
-        loss = risk + args.gamma / 2 * (gradient - g).square().sum()
+        loss = risk + run.args.gamma / 2 * (gradient - g).square().sum()
         return loss, gradient_of(loss, trainer.model)
 
-    for t, row in enumerate(read_rows(folder), 1):
+    for t, row in enumerate(run.rows, 1):
         selected = sample(clients.ids, 2, random_at(0, "select", t)).tolist()
         found = [gradient_by_hand(trainer, theta, clients.train[k])[1] for k in selected]
         mean = sum(found) / 2
         g = 0.7 * g + 0.3 * mean
-        one, two = (sgd_by_hand(args, trainer, theta, t, k, of_line_10) for k in selected)
+        one, two = (sgd_by_hand(run, theta, t, k, of_line_10) for k in selected)
         theta = theta + 0.8 * ((one[0] + two[0]) / 2 - theta)
         spread = sum((gradient - mean).square().sum().item() for gradient in found) / 2
-        assert row["selected"] == " ".join(map(str, selected))
+        assert run.selected[t - 1] == selected
         assert float(row["gradient_spread"]) == pytest.approx(spread, rel=1e-3)
         assert float(row["train_loss"]) == pytest.approx((one[1] + two[1]) / 2, rel=1e-4)
-    assert t == 3 and torch.allclose(kept(folder)["theta"], theta, atol=1e-5)
-    assert torch.allclose(kept(folder)["global_gradient"], g, atol=1e-5)
+    assert t == 3 and torch.allclose(run.state["theta"], theta, atol=1e-5)
+    assert torch.allclose(run.state["global_gradient"], g, atol=1e-5)
 
 
 def test_a_run_needs_a_domain_that_is_left_out(start):

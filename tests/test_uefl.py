@@ -8,7 +8,7 @@ import scipy.stats
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import gradient_of, kept, outcome, prepared, read_rows, sgd_by_hand
+from helpers import gradient_of, outcome, prepared, sgd_by_hand
 from scipy.cluster.vq import kmeans2
 
 import uefl
@@ -195,13 +195,13 @@ def losses_by_hand(args, trainer, samples, may_use):
     return logits, code_loss, F.cross_entropy(logits, trainer.y[samples]) + code_loss
 
 
-def test_a_whole_run_is_algorithm_1_by_hand(start):
+def test_a_whole_run_is_algorithm_1_by_hand(finished):
     words = CUT.replace(SILOS, "--partition domain --clients 3")
     words += "--model cnn --width 0.125 --optimizer sgd --lr 0.03 --dropout 0 "
-    folder = start(uefl, words)
-    args, data, clients, trainer = prepared(uefl, words)
+    run = finished(uefl, words)
+    args, data, clients, trainer = run.args, run.data, run.clients, run.trainer
     model, theta, t, e = trainer.model, trainer.initial, 0, [0, 0, 0]
-    may_use, rows, held = torch.ones(3, 4, dtype=torch.bool), read_rows(folder), clients.train
+    may_use, rows, held = torch.ones(3, 4, dtype=torch.bool), run.rows, clients.train
     n = np.array([[len(samples)] for samples in held])
 
     def of_lines_12_to_16(trainer, theta, batch):
@@ -222,7 +222,7 @@ def test_a_whole_run_is_algorithm_1_by_hand(start):
             t += 1
             ends, losses = [], []
             for k in range(3):
-                end, loss = sgd_by_hand(args, trainer, theta, t, k, of_lines_12_to_16)
+                end, loss = sgd_by_hand(run, theta, t, k, of_lines_12_to_16)
                 ends.append(end.numpy())
                 losses.append(loss)
             weights = n * np.ones_like(ends)
@@ -251,7 +251,7 @@ def test_a_whole_run_is_algorithm_1_by_hand(start):
     answers = model(data.x[data.test].float() / 127.5 - 1)[0].argmax(1)
     expected = (answers == data.y[data.test]).float().mean().item()
     assert float(rows[-1]["ood_accuracy"]) == pytest.approx(expected, abs=1e-5)
-    assert torch.allclose(kept(folder)["theta"], theta, atol=1e-4)
+    assert torch.allclose(run.state["theta"], theta, atol=1e-4)
 
 
 def test_an_infinite_threshold_never_extends_and_is_vq_fedavg(start):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from helpers import kept, largest_by_numpy, prepared, read_rows, sgd_by_hand
+from helpers import largest_by_numpy, sgd_by_hand
 from scipy.optimize import linprog
 from torch.nn.functional import normalize
 
@@ -171,12 +171,11 @@ VARIANTS += [(minimax_select, BATCH_NORM), (convex_hull_select, BATCH_NORM)]
 
 
 @pytest.mark.parametrize(("method", "more"), VARIANTS)
-def test_three_rounds_are_the_paper_by_hand(start, method, more):
+def test_three_rounds_are_the_paper_by_hand(finished, method, more):
     """The statistics of batch norm move the model, and select nobody."""
-    words = f"{CUT} {METHODS[method]} {more}"
-    folder = start(method, words)
-    args, data, clients, trainer = prepared(method, words)
-    labels = [data.y[samples].bincount() for samples in clients.train]
+    run = finished(method, f"{CUT} {METHODS[method]} {more}")
+    clients, trainer = run.clients, run.trainer
+    labels = [run.data.y[samples].bincount() for samples in clients.train]
     h = torch.tensor([scipy.stats.entropy(count) for count in labels]).float()
     parameters = sum(p.numel() for p in trainer.model.parameters())
     w, differs = trainer.initial, 0
@@ -185,13 +184,13 @@ def test_three_rounds_are_the_paper_by_hand(start, method, more):
         if more == BATCH_NORM:  # statistics have no gradient
             ends, losses = trainer.train(local_solver, w, torch.tensor([k]), t)
             return ends[0], losses.item()
-        return sgd_by_hand(args, trainer, w, t, k)
+        return sgd_by_hand(run, w, t, k)
 
     table = torch.stack([w - trained(0, k)[0] for k in range(6)])  # line 1
-    for t, row in enumerate(read_rows(folder), 1):
+    for t, row in enumerate(run.rows, 1):
         selected = selected_by_hand(method, table[:, :parameters], t, more)
         differs += selected != selected_by_hand(method, table, t)
-        assert row["selected"] == " ".join(map(str, selected))
+        assert run.selected[t - 1] == selected
         ends, losses = zip(*[trained(t, k) for k in selected], strict=True)
         table[selected] = w - torch.stack(ends)
         assert float(row["train_loss"]) == pytest.approx(np.mean(losses), rel=1e-4)
@@ -203,12 +202,12 @@ def test_three_rounds_are_the_paper_by_hand(start, method, more):
             alpha = h[selected].exp() / h[selected].exp().sum()
             assert float(row["objective"]) == pytest.approx((alpha @ h[selected]).item(), rel=1e-4)
         w = w - alpha @ table[selected]
-    assert t == 3 and torch.allclose(kept(folder)["w"], w, atol=1e-5)
+    assert t == 3 and torch.allclose(run.state["w"], w, atol=1e-5)
     assert bool(differs) == bool(more.replace("--weighting equal", "")), (
         "other flags would select the same clients"
     )
     if method is not entropy_weighting:
-        assert torch.allclose(kept(folder)["table"], table[:, :parameters], atol=1e-5)
+        assert torch.allclose(run.state["table"], table[:, :parameters], atol=1e-5)
 
 
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])

@@ -3,7 +3,7 @@ from itertools import combinations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import kept, prepared, read_rows, selections, sgd_by_hand
+from helpers import kept, sgd_by_hand
 
 import convex_hull_select
 import minimax_select
@@ -34,14 +34,13 @@ def minimax_by_brute_force(table, here):
     return min(combinations(here, 2), key=lambda pair: sum(worst[i] for i in pair))
 
 
-def test_newcomers_enter_the_table_and_only_present_clients_are_compared(start):
+def test_newcomers_enter_the_table_and_only_present_clients_are_compared(finished):
     """The same by hand: the table is a dict, and clients train one at a time."""
-    folder = start(minimax_select, CUT + "--sample 2 --churn 0.4")
-    args, *_, trainer = prepared(minimax_select, CUT + "--sample 2")
-    w, table, expected, entered = trainer.initial, {}, [], []
+    run = finished(minimax_select, CUT + "--sample 2 --churn 0.4")
+    w, table, expected, entered = run.trainer.initial, {}, [], []
 
     def update(k, t):
-        return w - sgd_by_hand(args, trainer, w, t, k)[0]
+        return w - sgd_by_hand(run, w, t, k)[0]
 
     for t in range(1, 6):
         here = present_in(t, 0.4)
@@ -53,13 +52,13 @@ def test_newcomers_enter_the_table_and_only_present_clients_are_compared(start):
         expected.append([*selected])
         entered.append(len(new))
     assert sum(n > 0 for n in entered) > 1, "somebody came later"
-    assert selections(read_rows(folder)) == expected
-    assert torch.allclose(kept(folder)["w"], w, atol=1e-5)
+    assert run.selected == expected
+    assert torch.allclose(run.state["w"], w, atol=1e-5)
 
 
-def test_the_hull_is_that_of_present_clients(start):
-    rows = read_rows(start(convex_hull_select, CUT + "--churn 0.4 --hull-dim 1 --sample 6"))
-    for t, selected in enumerate(selections(rows), 1):
+def test_the_hull_is_that_of_present_clients(finished):
+    run = finished(convex_hull_select, CUT + "--churn 0.4 --hull-dim 1 --sample 6")
+    for t, selected in enumerate(run.selected, 1):
         assert selected and {*selected} <= {*present_in(t, 0.4)}
 
 
