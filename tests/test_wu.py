@@ -1,7 +1,7 @@
 """The three methods of Wu et al.: entropy weighting, minimax selection, convex-hull selection."""
 
 from argparse import Namespace
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -53,17 +53,6 @@ def test_label_counts_that_are_none_are_refused():
 
 
 # ---------------------------------------------------------------- minimax selection
-
-
-@pytest.mark.parametrize(("best", "largest"), [(min, False), (max, True)])
-def test_minimax_and_its_mirror_are_equation_16_over_all_subsets(best, largest, rng):
-    m = 8
-    g = normal(rng, m, 5) * torch.arange(1, m + 1)[:, None]
-    worst = largest_by_numpy(g).round(6)  # two clients that are each other's nearest are a tie
-    for k in range(1, m + 1):
-        subsets = combinations(range(m), k)
-        expected = best(subsets, key=lambda subset: worst[list(subset)].sum().round(5))
-        assert minimax_clients(g, k, largest).tolist() == [*expected]
 
 
 @pytest.mark.parametrize("select", [minimax_clients, hull_vertices])
@@ -127,8 +116,11 @@ def test_selections_are_right_for_any_type_and_length(dtype, unit, rng):
     g[5] *= 50_000 / g[5].norm()
     g = (unit * g).to(dtype)
     exact, held = g.double() / unit, g.clone().requires_grad_()
-    best = largest_by_numpy(exact).round(6).argsort(kind="stable")
-    assert minimax_clients(held, 4).tolist() == sorted(best[:4])
+    worst = largest_by_numpy(exact).round(6)  # two that are each other's nearest are a tie
+    for k, (best, mirror) in product((1, 4, 11), ((min, False), (max, True))):
+        subsets = combinations(range(12), k)  # equation 16
+        expected = best(subsets, key=lambda subset: worst[list(subset)].sum().round(5))
+        assert minimax_clients(held, k, mirror).tolist() == [*expected]
     for dim in (2, 3):
         assert hull_vertices(held, dim).tolist() == exact_hull(exact, dim)
         assert hull_vertices(held, dim, scale=True).tolist() == exact_hull(normalize(exact), dim)
