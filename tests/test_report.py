@@ -130,6 +130,7 @@ def test_each_kind_of_measure_by_hand():
 
 
 SHARED = {"accuracies": [0.5] * 9, "model": "cnn", "gamma": 1, "held_out": None, "rotate": [0, 90]}
+SHARED |= {"small": False, "data_dir": "x"}
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ def test_dirichlet_shares_have_the_mean_and_variance_of_the_distribution():
     equal = dirichlet(labels, 10, 1e308, random_at(0, "deal"))
     counts = torch.stack([torch.bincount(labels[part]) for part in equal])
     assert (counts - 40).abs().max() <= 1, "numpy alone would give nearly all to one client"
+    parts = dirichlet(labels, 80, 1e-12, random_at(0, "deal"))
+    assert all_once(parts, torch.arange(800)) and {*map(len, parts)} == {10}, "nobody has less"
 
 
 @pytest.mark.parametrize("sizes", [[1000, 999, 10], [50] * 6, [2048, 2344, 1670, 3929]])
@@ -105,7 +107,6 @@ def held_by(clients):
 def test_no_sample_has_two_owners_and_a_seed_gives_the_same_clients(partition, test_domain):
     data, numbers = ten_classes(), [4] if test_domain else [4, 3]
     flags = {"test_domain": test_domain, "clients": 13, "silo_numbers": numbers, "silo_size": 150}
-    flags["alpha"] = 1e-12  # would give each class to one client
     clients, again, other = (make_clients(data, seed, partition, **flags) for seed in (5, 5, 6))
     held, ood = torch.cat(held_by(clients)), clients.tests.get("ood", data.test[:0])
     assert len(held.unique()) == len(held) and not torch.isin(held, ood).any()
