@@ -13,8 +13,8 @@ if not any("test_gpu" in word for word in sys.argv):
 import pytest
 import torch
 from helpers import (
-    before,
     drawn,
+    in_each_round,
     kept,
     lines_of,
     make_tiny,
@@ -116,18 +116,18 @@ def finished(start):
 def start_and_stop(start, monkeypatch):
     """start_and_stop(method, "--flag value ...", round, folder) starts a run that Ctrl-C ends.
 
-    Ctrl-C comes in this round of the run in this folder, before the round's checkpoint. All earlier
-    rounds have one.
+    Ctrl-C comes in the middle of this round of the run in this folder. The round before has left
+    a checkpoint that is not yet repeated, and the one before that the checkpoint to go on from.
     """
 
     def run_method(method, flags, round, folder):
-        def stop(run):
-            if run.t == round and run.folder.name == folder:
+        def stop(run, t):
+            if t == round and run.folder.name == folder:
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
             save_each_round(patch.setattr)
-            before("save", stop, patch.setattr)
+            in_each_round(stop, patch.setattr)
             with pytest.raises(KeyboardInterrupt):
                 start(method, flags)
 

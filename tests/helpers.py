@@ -39,14 +39,20 @@ def make_tiny(n_train=120, n_test=60, size=8) -> Dataset:
     )  # fmt: skip
 
 
-def draw_images(folder, parts=("train", "test"), classes=("cat", "dog"), n=3) -> None:
-    """A folder of images, in which red is 40 times the class plus 100 times the part."""
-    for p, part in enumerate(parts):
-        for c, name in enumerate(classes):
-            (folder / part / name).mkdir(parents=True, exist_ok=True)
-            for i in range(n):
-                image = Image.new("RGB", (20, 10), (40 * c + 100 * p, 5 * i, 0))
-                image.save(folder / part / name / f"{i}.png")
+def sort_images(root: Path, folders: str) -> Path:
+    """Ten different images in each folder of this text; one that ends with / stays empty.
+
+    A word with an ending is one image. In the i-th folder, red is 30 i.
+    """
+    rng = np.random.default_rng(0)
+    for i, place in enumerate(folders.split(", ")):
+        names = [place] if Path(place).suffix else [f"{place}/{i}.png" for i in range(10)]
+        (root / names[0]).parent.mkdir(parents=True, exist_ok=True)
+        for name in [] if place.endswith("/") else names:
+            pixels = rng.integers(0, 255, (8, 8, 3), np.uint8)
+            pixels[..., 0] = 30 * i
+            Image.fromarray(pixels).save(root / name)
+    return root
 
 
 # ---------------------------------------------------------------- what a run begins with
@@ -78,20 +84,20 @@ def poison(client: int, t: int, patch=setattr, seed: int = 0) -> None:
     patch(Trainer, "_batches", poisoned)
 
 
-def before(name: str, action, patch=setattr) -> None:
-    """From now on, action(run, ...) comes before this method of a run, which is save or record."""
-    method = getattr(runs.Run, name)
+def in_each_round(action, patch=setattr) -> None:
+    """From now on, action(run, t) comes before round t of a run is recorded."""
+    record = runs.Run.record
 
-    def both(run, *given):
-        action(run, *given)
-        method(run, *given)
+    def both(run, state, row):
+        action(run, state["t"])
+        record(run, state, row)
 
-    patch(runs.Run, name, both)
+    patch(runs.Run, "record", both)
 
 
 def save_each_round(patch=setattr) -> None:
     """From now on, each round leaves a checkpoint, and not only one in half a minute."""
-    before("record", lambda run, *given: vars(run).update(save_at=0.0), patch)
+    in_each_round(lambda run, t: vars(run).update(save_at=0.0), patch)
 
 
 # ---------------------------------------------------------------- what a run leaves

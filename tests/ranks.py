@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # or every child would import it
-from helpers import before, make_tiny, save_each_round
+from helpers import in_each_round, make_tiny, save_each_round
 from matplotlib.figure import Figure
 
 import common.data
@@ -69,12 +69,12 @@ def child(method, flags: list[str], folder, first=lambda: None) -> multiprocessi
 
 
 def kill_rank_1_in_round_2() -> None:
-    def die(run, state, row):
-        if state["t"] == 2 and ranks.RANK == 1:
+    def die(run, t):
+        if t == 2 and ranks.RANK == 1:
             Path("killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    before("record", die)
+    in_each_round(die)
 
 
 if __name__ == "__main__":

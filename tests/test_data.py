@@ -3,12 +3,11 @@ import re
 import struct
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import draw_images, drawn, lines_of
+from helpers import drawn, lines_of, sort_images
 from PIL import Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import rotate
@@ -89,25 +88,10 @@ def test_the_fingerprint_changes_with_one_pixel_one_label_or_one_domain(tiny):
 # ---------------------------------------------------------------- folders of images
 
 
-def sort_images(root, folders):
-    """Ten different images in each folder of this text; one that ends with / stays empty.
-
-    A word with an ending is one image.
-    """
-    rng = np.random.default_rng(0)
-    for place in folders.split(", "):
-        names = [place] if Path(place).suffix else [f"{place}/{i}.png" for i in range(10)]
-        (root / names[0]).parent.mkdir(parents=True, exist_ok=True)
-        for name in [] if place.endswith("/") else names:
-            Image.fromarray(rng.integers(0, 255, (8, 8, 3), np.uint8)).save(root / name)
-    return root
-
-
 @pytest.fixture
 def pets(tmp_path):
-    """A folder with two domains of two classes, three images each."""
-    draw_images(tmp_path / "pets", ("photo", "sketch"))
-    return tmp_path / "pets"
+    """A folder with two domains of two classes, whose red is 60 times the domain + 30 the class."""
+    return sort_images(tmp_path / "pets", "photo/cat, photo/dog, sketch/cat, sketch/dog")
 
 
 @pytest.mark.parametrize(
@@ -185,24 +169,23 @@ def test_everything_else_is_refused(tmp_path, folders, says):
 def test_pixels_labels_and_parts_belong_together(pets, tmp_path, capsys):
     (pets / "photo/cat/notes.heic").touch()
     data = load(str(pets), image_size=8)
-    assert (data.x[:, 0, 0, 0] == 40 * data.y + 100 * data.domain).all()
+    assert (data.x[:, 0, 0, 0] == 30 * data.y + 60 * data.domain).all()
     assert "1 kinds of files left out (.heic)" in capsys.readouterr().err
-    draw_images(tmp_path / "split", ("Train", "test"))
-    data, is_test = load(str(tmp_path / "split"), image_size=8), torch.arange(12) > 5
-    assert (data.x[:, 0, 0, 0] == 40 * data.y + 100 * is_test).all() and data.domain is None
-    assert data.train.tolist() == [*range(6)] and data.test.tolist() == [*range(6, 12)]
+    split = sort_images(tmp_path / "split", "Train/cat, Train/dog, test/cat, test/dog")
+    data, is_test = load(str(split), image_size=8), torch.arange(40) > 19
+    assert (data.x[:, 0, 0, 0] == 30 * data.y + 60 * is_test).all() and data.domain is None
+    assert data.train.tolist() == [*range(20)] and data.test.tolist() == [*range(20, 40)]
     one, again = (load(str(pets / "photo"), image_size=8) for _ in range(2))
     assert one.fingerprint() == again.fingerprint(), "the fifth for testing is always the same"
-    (tmp_path / "split/Train/cat/0.png").replace(tmp_path / "split/Train/cat/9.png")
-    (tmp_path / "split/Train/cat/0.png").symlink_to(tmp_path / "split/test/cat/0.png")
-    image_folder(tmp_path / "split", 8)
+    (split / "Train/cat/again.png").symlink_to(split / "test/cat/0.png")
+    image_folder(split, 8)
     assert "1 test images are copies of training images" in capsys.readouterr().err
 
 
 def test_a_link_is_what_it_leads_to(pets, tmp_path, monkeypatch):
-    (pets / "photo/cat/3.png").symlink_to(pets / "sketch/dog/0.png")
+    (pets / "photo/cat/again.png").symlink_to(pets / "sketch/dog/0.png")
     (pets / "paint").symlink_to(pets / "photo")
-    assert image_folder(pets, 8)["x"][3, 0, 0, 0] == 140
+    assert image_folder(pets, 8)["x"][10, 0, 0, 0] == 90
     assert image_folder(pets, 8)["domains"] == ["paint", "photo", "sketch"]
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load("~/pets", "~", 8).name == "pets"
@@ -282,10 +265,10 @@ def test_torchvisions_files_are_read(tmp_path, name, monkeypatch):
 
 def test_a_data_set_that_is_not_whole_is_refused(tmp_path):
     write_numbers(tmp_path, "mnist")
-    draw_images(tmp_path / "cifar10")
+    sort_images(tmp_path / "cifar10", "train/cat, train/dog, test/cat, test/dog")
     with pytest.raises(UserError, match=r"\(4, 2\) .* not \(60000, 10000\): remove its folder"):
         load("mnist", tmp_path)
-    with pytest.raises(UserError, match=r"\(6, 6\) .* not \(50000, 10000\): remove its folder"):
+    with pytest.raises(UserError, match=r"\(20, 20\) .* not \(50000, 10000\): remove its folder"):
         load("cifar10", tmp_path)
     file = tmp_path / "MNIST/raw/train-images-idx3-ubyte"
     file.write_bytes(file.read_bytes()[:-9])

@@ -104,12 +104,12 @@ def signal_in_round_2(kind):
     program = os.getpid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore Ctrl-C
 
-    def stop(run, state, row):
-        if state["t"] == 2 and ranks.RANK == 0:
+    def stop(run, t):
+        if t == 2 and ranks.RANK == 0:
             os.kill(program, kind)
             time.sleep(0.1)
 
-    helpers.before("record", stop)
+    helpers.in_each_round(stop)
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
@@ -227,13 +227,13 @@ def test_two_machines_that_differ_stop_in_one_line(tmp_path, what):
 
 
 def stop_after(rounds):
-    """Ctrl-C comes after so many rounds, and before the next checkpoint."""
+    """Ctrl-C comes in the middle of the round after these."""
 
-    def stop(run):
-        if run.t > rounds:
+    def stop(run, t):
+        if t > rounds:
             raise KeyboardInterrupt
 
-    return partial(helpers.before, "save", stop)
+    return partial(helpers.in_each_round, stop)
 
 
 def test_a_machine_without_the_folder_does_not_leave_the_other_waiting(tmp_path):
