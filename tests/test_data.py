@@ -121,49 +121,50 @@ def test_a_layout_is_understood(tmp_path, capsys, folders, classes, domains, tra
         assert len({*tested.tolist()}) == 1, "equally many of each class"
 
 
-@pytest.mark.parametrize(
-    ("folders", "says"),
-    [
-        ("empty/", "pets/empty holds no images"),
-        ("cat, dog, fox/", "pets/fox holds no images"),
-        ("0.png, 1.png", r"0 folders deep \(\S+pets\): .* give \S+ if pets is a class"),
-        ("cover.png, cat, dog", r"0 folders deep \(\S+pets\) and 1 .*\)"),
-        ("cat, dog, dog/small", "1 folders deep .* and 2 folders deep"),
-        ("kfold/a/cat, kfold/b/cat", "3 folders deep .*, or .*pets/kfold if [ab] is a domain"),
-        ("seg_train/seg_train/cat, seg_test/seg_test/cat", "give .*(seg_t\\w+)/\\1 if cat is a cl"),
-        ("a/b/c/d/e/f/g/h", "too deep: give a folder further in"),
-        ("kfold/cat, kfold/dog", "holds kfold: .* give .*pets/kfold"),
-        ("train/cat, train/dog", "holds train: .* give .*pets/train"),
-        ("test/cat, val/cat", "holds test, val: neither"),
-        ("train/cat, test/cat, sketch/cat", "holds sketch, test, train: neither"),
-        ("train/cat, test/cat, Testing/cat", "holds Testing, test, train: neither"),
-        ("seg_train/cat, seg_test/cat", "holds seg_test, seg_train: neither"),
-        ("train/cat, train/dog, test/cat", "dog has no training image, or no test image"),
-        ("cat, dog/0.png", "dog has no training image, or no test image"),
-        ("cat/train, cat/test, dog/train", "test is no class: sort its images as test/CLASS/"),
-        ("train, test1", "test1 is no class: sort its images as test1/CLASS/"),
-        ("trainA, testA, trainB, testB", "testA is no class"),
-        ("trn/cat, trn/dog, tst/cat, tst/dog", "holds trn, tst: neither"),
-        ("train, Valid", "Valid is no class: sort its images as Valid/CLASS/"),
-        ("cat/images, cat/masks", "cat/images has the name of an annotation"),
-        ("cat, dog, Ground Truth", "pets/Ground Truth has the name"),
-        ("PNGImages, PedMasks", "pets/PNGImages has the name"),
-        ("images/cat, labels/cat", "pets/images has the name"),
-        ("train/depth, train/rgb", "train/depth has the name"),
-        ("imgs_train/a, masks_train/a", "masks_train has the name"),
-        ("cat/x.png, cat/x_mask.png", "x_mask.png has the name"),
-        ("cat/x.png, cat/x_superpixels.png", "x_superpixels.png has the name"),
-        ("cat/x.png, cat/x_labelTrainIds.png", "x_labelTrainIds.png has the name"),
-        ("cat, dog, trimaps", "pets/trimaps has the name"),
-        ("cat/x.jpg, cat/x-GT.png", "x-GT.png has the name"),
-        ("cat/img_1.jpg, cat/label_1.png", "label_1.png has the name"),
-        ("cat/x.jpg, cat/xSegmentation.png", "xSegmentation.png has the name"),
-    ],
-)
-def test_everything_else_is_refused(tmp_path, folders, says):
-    with pytest.raises(UserError, match=says) as refused:
+REFUSED = r"""
+empty/ -> pets/empty holds no images
+cat, dog, fox/ -> pets/fox holds no images
+0.png, 1.png -> 0 folders deep \(\S+pets\): .* give \S+ if pets is a class
+cover.png, cat, dog -> 0 folders deep \(\S+pets\) and 1 .*\)
+cat, dog, dog/small -> 1 folders deep .* and 2 folders deep
+kfold/a/cat, kfold/b/cat -> 3 folders deep .*, or .*pets/kfold if [ab] is a domain
+seg_train/seg_train/cat, seg_test/seg_test/cat -> give .*(seg_t\w+)/\1 if cat is a cl
+a/b/c/d/e/f/g/h -> too deep: give a folder further in
+kfold/cat, kfold/dog -> holds kfold: .* give .*pets/kfold
+train/cat, train/dog -> holds train: .* give .*pets/train
+test/cat, val/cat -> holds test, val: neither
+train/cat, test/cat, sketch/cat -> holds sketch, test, train: neither
+train/cat, test/cat, Testing/cat -> holds Testing, test, train: neither
+seg_train/cat, seg_test/cat -> holds seg_test, seg_train: neither
+train/cat, train/dog, test/cat -> dog has no training image, or no test image
+cat, dog/0.png -> dog has no training image, or no test image
+cat/train, cat/test, dog/train -> test is no class: sort its images as test/CLASS/
+train, test1 -> test1 is no class: sort its images as test1/CLASS/
+trainA, testA, trainB, testB -> testA is no class
+trn/cat, trn/dog, tst/cat, tst/dog -> holds trn, tst: neither
+train, Valid -> Valid is no class: sort its images as Valid/CLASS/
+cat/images, cat/masks -> cat/images has the name of an annotation
+cat, dog, Ground Truth -> pets/Ground Truth has the name
+PNGImages, PedMasks -> pets/PNGImages has the name
+images/cat, labels/cat -> pets/images has the name
+train/depth, train/rgb -> train/depth has the name
+imgs_train/a, masks_train/a -> masks_train has the name
+cat/x.png, cat/x_mask.png -> x_mask.png has the name
+cat/x.png, cat/x_superpixels.png -> x_superpixels.png has the name
+cat/x.png, cat/x_labelTrainIds.png -> x_labelTrainIds.png has the name
+cat, dog, trimaps -> pets/trimaps has the name
+cat/x.jpg, cat/x-GT.png -> x-GT.png has the name
+cat/img_1.jpg, cat/label_1.png -> label_1.png has the name
+cat/x.jpg, cat/xSegmentation.png -> xSegmentation.png has the name
+"""
+
+
+@pytest.mark.parametrize("refused", REFUSED.strip().splitlines())
+def test_everything_else_is_refused(tmp_path, refused):
+    folders, says = refused.split(" -> ")
+    with pytest.raises(UserError, match=says) as error:
         load(str(sort_images(tmp_path / "pets", folders)))
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)
 
 
 def test_pixels_labels_and_parts_belong_together(pets, tmp_path, capsys):
