@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
-    kept,
     logits_by_hand,
     loss_and_gradient,
     parsed,
@@ -65,13 +64,12 @@ UEFL = "--model resblocks --width 0.01 "
         (uefl, UEFL, "--codebook-size 0 --no-token-norm --dropout 0", ""),
     ],
 )
-def test_a_method_without_its_idea_is_fedavg(start, method, shared, without, plain):
-    mine = start(method, SHARED + shared + without)
-    theirs = start(fedavg, f"{SHARED} {shared} {plain} --out fedavg")
-    assert torch.allclose(kept(mine)["theta"], kept(theirs)["w"], atol=1e-6)
-    mine, theirs = read_rows(mine), read_rows(theirs)
+def test_a_method_without_its_idea_is_fedavg(finished, method, shared, without, plain):
+    mine = finished(method, SHARED + shared + without)
+    theirs = finished(fedavg, f"{SHARED} {shared} {plain} --out fedavg")
+    assert torch.allclose(mine.state["theta"], theirs.state["w"], atol=1e-6)
     for column in ("selected", "id_accuracy", "ood_accuracy", "hits"):
-        assert [row[column] for row in mine] == [row[column] for row in theirs]
+        assert [row[column] for row in mine.rows] == [row[column] for row in theirs.rows]
 
 
 @pytest.mark.parametrize(("clients", "expected"), [(3, 0), (19, 0), (20, 0.5), (39, 1), (40, 1.5)])

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from helpers import gradient_of, logits_by_hand, sgd_by_hand
 
 import fediir
-from common import UserError, random_at
+from common import random_at
 from common.models import Classifier
 from common.splits import sample
 from common.train import get_weights, set_weights
@@ -137,8 +137,3 @@ def test_three_rounds_are_algorithm_1_by_hand(finished):
         assert float(row["train_loss"]) == pytest.approx((one[1] + two[1]) / 2, rel=1e-4)
     assert t == 3 and torch.allclose(run.state["theta"], theta, atol=1e-5)
     assert torch.allclose(run.state["global_gradient"], g, atol=1e-5)
-
-
-def test_a_run_needs_a_domain_that_is_left_out(start):
-    with pytest.raises(UserError, match="--test-domain is missing"):
-        start(fediir, "--dataset some/folder --model convnet --clients 4")
