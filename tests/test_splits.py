@@ -17,12 +17,13 @@ def all_once(parts, pool):
 
 
 def test_dirichlet_shares_have_the_mean_and_variance_of_the_distribution(monkeypatch):
-    monkeypatch.setattr("common.splits.MIN_SIZE", 0)
     clients, alpha, draws = 5, 0.5, 600
     labels, shares = torch.arange(2).repeat_interleave(400), []
+    monkeypatch.setattr("common.splits.MIN_SIZE", 0)
     for i in range(draws):
         parts = dirichlet(labels, clients, alpha, random_at(i, "deal"))
         shares.append(torch.stack([torch.bincount(labels[p], minlength=2) / 400 for p in parts]))
+    monkeypatch.undo()
     shares = torch.stack(shares)
     variance = (1 / clients) * (1 - 1 / clients) / (clients * alpha + 1)
     assert ((shares.mean(0) - 1 / clients).abs() < 4 * (variance / draws) ** 0.5).all()
