@@ -459,6 +459,9 @@ def test_what_a_copy_yields_is_converted_or_refused_in_the_first_round(
     for wrong in ("text", {"x": 1}, [[1], [1, 2]], None):
         with pytest.raises(UserError, match="wrong is no number and no list of numbers"):
             run.record(state, {"wrong": wrong})
+    run.save_at = -1.0  # the next checkpoint is due
+    with pytest.raises(UserError, match="something else than numbers and tensors"):
+        run.record({"t": 2, "best": np.float64(0.5)}, {})
     monkeypatch.chdir(tmp_path / "run")
     with pytest.raises(UserError, match="something else than numbers and tensors"):
         new_run().record({"t": 1, "mean": np.float64(0.5)}, {})

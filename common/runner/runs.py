@@ -173,12 +173,11 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Writes the next checkpoint. Raises UserError if the first one cannot be read again."""
+        """Writes the next checkpoint. Raises UserError if it cannot be read again."""
         began = time.monotonic()
         try:
             self._write(self.next.name, {name: getattr(self, name) for name in KEPT})
-            if ranks.RANK == 0 and not self.save_at:  # it is the first one of this program
-                # on meta, which leaves out the numbers
+            if ranks.RANK == 0:  # takes a millisecond, because meta leaves out the numbers
                 torch.load(self.next, weights_only=True, map_location="meta")
         except (PickleError, AttributeError, TypeError) as e:  # the last two are of a lambda
             raise UserError(
