@@ -287,6 +287,22 @@ def test_what_a_client_keeps_from_the_one_before_is_refused_by_several_processes
     assert code == 2 and "ends with other weights in another process" in line
 
 
+def test_a_function_that_trains_only_from_round_1_on_is_checked_too(start, launched, monkeypatch):
+    """As in a copy of minimax_select.py whose first uploads come from the solver as it was."""
+    train, solver = Trainer.train, minimax_select.train.local_solver
+
+    def mine(*given):
+        return solver(*given) + KEPT[0]()
+
+    def train_with_mine(self, function, w, selected, t):
+        return train(self, mine if t else function, w, selected, t)
+
+    monkeypatch.setattr(Trainer, "train", train_with_mine)
+    words = f"{TWELVE} --no-compare --precision float32 --device cpu --processes 2"
+    code, [line] = launched(minimax_select, f"{words} --out 2", start)
+    assert code == 2 and "ends with other weights in another process" in line
+
+
 def test_a_copy_does_not_go_on_with_other_code_of_its_own_folder(mine, start, refused, tmp_path):
     method = mine(*HABITS["helper"])
     before = outcome(start(method, TWELVE + "--no-compare"))
