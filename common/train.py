@@ -122,7 +122,7 @@ class Trainer:
         self.initial = get_weights(self.model)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.samples, self.megabytes = 0, 0.0
-        self.is_checked = False  # that a client ends with the same weights in any process
+        self.checked = None  # the client_update that gave the same weights in any process
         # Autocast for the forward pass alone, because FedIIR computes gradients inside of its loss
         # (copy a model before this: a copy made later would compute with the weights of this one)
         for part in {self.model, getattr(model, "features", model)}:
@@ -160,8 +160,9 @@ class Trainer:
 
         Returns the clients' weights [K, P] and losses [K] on the device. Raises RunError if a
         client's weights or loss are not finite, and UserError if the processes do not agree on
-        clients and weights. With several, the first call ends with a check: each trains the
-        smallest client once more, and there is a UserError if one gets other weights.
+        clients and weights. With several, the first call with a client_update ends with a check:
+        each trains the smallest client once more, and there is a UserError if one gets other
+        weights.
         """
         sizes = [len(self.clients.train[k]) for k in selected]
         mine = self._mine(theta, selected, sizes, t)  # the other processes train the other clients
@@ -192,9 +193,9 @@ class Trainer:
         if not all(finite):
             k = int(selected[finite.index(False)])
             raise RunError(f"client {k} diverged in round {t}: {ADVICE}")
-        if ranks.COUNT > 1 and not self.is_checked and self.device.type == "cpu":
+        if ranks.COUNT > 1 and self.checked != client_update and self.device.type == "cpu":
             i = sizes.index(min(sizes))
-            again, self.is_checked = torch.empty_like(uploads[i]), True
+            again, self.checked = torch.empty_like(uploads[i]), client_update
             train_one(i, again)
             if not all(ranks.exchange(torch.equal(again, uploads[i]))):
                 raise UserError(

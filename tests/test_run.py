@@ -288,6 +288,22 @@ def test_what_a_client_keeps_from_the_one_before_is_refused_by_several_processes
     assert code == 2 and "ends with other weights in another process" in line
 
 
+def test_a_function_that_trains_only_from_round_1_on_is_checked_too(start, launched, monkeypatch):
+    """As in a copy of minimax_select.py whose first uploads come from the solver as it was."""
+    train, solver = Trainer.train, minimax_select.train.local_solver
+
+    def mine(*given):
+        return solver(*given) + KEPT[0]()
+
+    def train_with_mine(self, function, w, selected, t):
+        return train(self, mine if t else function, w, selected, t)
+
+    monkeypatch.setattr(Trainer, "train", train_with_mine)
+    words = f"{TWELVE} --no-compare --precision float32 --device cpu --processes 2"
+    code, [line] = launched(minimax_select, f"{words} --out 2", start)
+    assert code == 2 and "ends with other weights in another process" in line
+
+
 def test_a_copy_does_not_go_on_with_other_code_of_its_own_folder(mine, start, refused, tmp_path):
     method = mine(*HABITS["helper"])
     before = outcome(start(method, TWELVE + "--no-compare"))
@@ -457,6 +473,9 @@ def test_what_a_copy_yields_is_converted_or_refused_in_the_first_round(
     for wrong in ("text", {"x": 1}, [[1], [1, 2]], None):
         with pytest.raises(UserError, match="wrong is no number and no list of numbers"):
             run.record(state, {"wrong": wrong})
+    run.save_at = -1.0  # the next checkpoint is due
+    with pytest.raises(UserError, match="something else than numbers and tensors"):
+        run.record({"t": 2, "best": np.float64(0.5)}, {})
     monkeypatch.chdir(tmp_path / "run")
     with pytest.raises(UserError, match="something else than numbers and tensors"):
         new_run().record({"t": 1, "mean": np.float64(0.5)}, {})
@@ -517,6 +536,29 @@ def test_another_machine_is_named_and_the_run_goes_on(start, start_and_stop, who
     capsys.readouterr()
     assert outcome(start(fedavg, "--resume cut")) == expected
     assert "cut began with Python" in (said := capsys.readouterr().err) and "torch 1." in said
+
+
+def test_after_a_kill_in_round_2_all_begins_again(start, monkeypatch):
+    """Because no earlier checkpoint has been repeated, what a loop keeps would not be noticed."""
+    calls, train = [], Trainer.train
+
+    def select(args, clients, trainer, w, t):
+        calls.append(t)
+        return clients.ids[[len(calls) % 4]]
+
+    def killed(self, update, theta, selected, t, *more, **options):
+        if t == 2:
+            raise KeyboardInterrupt
+        return train(self, update, theta, selected, t, *more, **options)
+
+    monkeypatch.setattr(fedavg, "select", select)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train", killed)
+        with pytest.raises(KeyboardInterrupt):
+            start(fedavg, CUTS[fedavg] + "--no-compare --out cut")
+    calls.clear()  # as in a new program
+    rows = read_rows(start(fedavg, "--resume cut"))
+    assert selections(rows) == [[t % 4] for t in range(1, len(rows) + 1)]
 
 
 @pytest.mark.parametrize("file", ["checkpoint.pt", "args.json"])

@@ -60,7 +60,7 @@ def test_a_process_without_a_client_trains_the_smallest_one_as_the_others_do(tra
     monkeypatch.setattr(ranks, "RANK", 1)
     monkeypatch.setattr(ranks, "exchange", lambda mine: [mine])
     monkeypatch.setattr(ranks, "add_up", lambda table: table.add_(alone))
-    assert torch.equal(torch.column_stack(trained(trainer)), alone) and trainer.is_checked
+    assert torch.equal(torch.column_stack(trained(trainer)), alone) and trainer.checked
 
 
 def test_each_client_gets_its_own_value_and_all_get_the_shared_one(tiny, trainer):

@@ -85,8 +85,6 @@ class Run:
         ranks.agree(facts, "at the start", "start all alike")
         if ranks.RANK == 0:
             write_args(self.folder, about, goes_on)
-            if self.next.exists() and not self.checkpoint.exists():
-                self.next.replace(self.checkpoint)
             self.next.unlink(missing_ok=True)  # later than the checkpoint, and not yet repeated
             if self.rows:
                 self._write_metrics()  # in its place may be those of more rounds
@@ -113,23 +111,22 @@ class Run:
                 f"{self.machine}, so its last digits may differ",
                 file=sys.stderr,
             )
-        file = self.checkpoint if self.checkpoint.exists() else self.next
-        if not file.exists():
+        with suppress(OSError, KeyError, ValueError):
+            lines = csv.DictReader((self.folder / "metrics.csv").read_text("utf-8").splitlines())
+            self.seen = {int(line["round"]): line for line in lines} if here else {}
+        if not self.checkpoint.exists():
             return
         try:
-            found = torch.load(file, weights_only=True, map_location=device)
+            found = torch.load(self.checkpoint, weights_only=True, map_location=device)
             for name in KEPT:
                 setattr(self, name, found[name])
         except Exception as e:  # there are many types for a file that is damaged
             name = type(e).__name__
-            raise RunError(f"{file} cannot be read ({name}): {ANEW}") from e
+            raise RunError(f"{self.checkpoint} cannot be read ({name}): {ANEW}") from e
         self.t = self.rows[-1]["round"]
         if self.t > self.total:
             raise UserError(f"{self.folder} has had {self.t} rounds: choose --rounds accordingly")
         self.started -= self.rows[-1]["seconds"]
-        with suppress(OSError, KeyError, ValueError):
-            lines = csv.DictReader((self.folder / "metrics.csv").read_text("utf-8").splitlines())
-            self.seen = {int(line["round"]): line for line in lines} if here else {}
 
     def progress(self, t: int, share: float) -> None:
         """Moves the clock by this share of round t. Training before round 1 counts as none."""
@@ -176,12 +173,11 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Writes the next checkpoint. Raises UserError if the first one cannot be read again."""
+        """Writes the next checkpoint. Raises UserError if it cannot be read again."""
         began = time.monotonic()
         try:
             self._write(self.next.name, {name: getattr(self, name) for name in KEPT})
-            if ranks.RANK == 0 and not self.save_at:  # it is the first one of this program
-                # on meta, which leaves out the numbers
+            if ranks.RANK == 0:  # takes a millisecond, because meta leaves out the numbers
                 torch.load(self.next, weights_only=True, map_location="meta")
         except (PickleError, AttributeError, TypeError) as e:  # the last two are of a lambda
             raise UserError(
