@@ -32,7 +32,8 @@ PARTS = {  # name of a folder in small letters -> which part it is
     "train": "train", "training": "train", "test": "test", "testing": "test",
     "val": "val", "valid": "val", "validation": "val",
 }  # fmt: skip
-ALMOST_PART = re.compile("(?i)train|trn|test|tst|valid|val$")  # in seg_test, which is no domain
+# In seg_test, which is no domain
+ALMOST_PART = re.compile("(?i)train|trn|test|tst|valid|val(?![a-z])")
 PICTURE = r"\b((jpe?g|png)?images?|imgs?|rgb)\b"  # words in names that are no class ...
 ANNOTATION = (
     r"\b(masks?|labels?( (train )?ids)?|annotations?|(depth|heat)( ?maps?)?|gt|ground ?truth"

@@ -18,8 +18,25 @@ from common.data import Dataset
 from common.devices import seeded
 from common.splits import Clients, shuffled
 
-Batches = Iterator[tuple[Tensor, Tensor]]
 ADVICE = "lower --lr, or the weight of the method's own penalty if it has one"
+
+
+class Batches:
+    """A client's batches (x, y), which can be walked once: those of training are of all epochs."""
+
+    def __init__(self, pairs: Iterator[tuple[Tensor, Tensor]]):
+        self.pairs, self.has_ended = pairs, False
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        for pair in self.pairs:
+            return pair
+        if self.has_ended:
+            raise UserError("batches of all epochs are walked again: use [*batches], or islice")
+        self.has_ended = True
+        raise StopIteration
 
 
 def local_solver(model: nn.Module, batches: Batches, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -159,11 +176,14 @@ class Trainer:
         options        keyword arguments of client_update that are the same for all clients
 
         Returns the clients' weights [K, P] and losses [K] on the device. Raises RunError if a
-        client's weights or loss are not finite, and UserError if the processes do not agree on
-        clients and weights. With several, the first call with a client_update ends with a check:
-        each trains the smallest client once more, and there is a UserError if one gets other
-        weights.
+        client's weights or loss are not finite, and UserError if somebody is selected who does not
+        participate, or if the processes do not agree on clients and weights. With several, the
+        first call with a client_update ends with a check: each trains the smallest client once
+        more, and there is a UserError if one gets other weights.
         """
+        if (selected >= self.clients.participating).any():
+            m = self.clients.participating
+            raise UserError(f"round {t} selects {selected.tolist()}: only 0 to {m - 1} participate")
         sizes = [len(self.clients.train[k]) for k in selected]
         mine = self._mine(theta, selected, sizes, t)  # the other processes train the other clients
         total = sum(sizes[i] for i in mine) or 1  # a process without a client joins in the check
@@ -173,7 +193,7 @@ class Trainer:
             k = int(selected[i])
             set_weights(self.model, theta)
             self.model.train()
-            batches, optimizer = self._batches(k, t, total), self._optimizer(t)
+            batches, optimizer = Batches(self._batches(k, t, total)), self._optimizer(t)
             own = {name: values[k] for name, values in per_client.items()}
             try:
                 with seeded(self.device, self.seed, "dropout", t, k):  # the same on any process
@@ -232,7 +252,7 @@ class Trainer:
             k = int(ids[i])
             self.model.eval()
             pieces = samples[k].to(self.device).split(self.chunk)
-            batches = (self.batch(piece) for piece in pieces)
+            batches = Batches(self.batch(piece) for piece in pieces)
             own = {name: values[k] for name, values in per_client.items()}
             with seeded(self.device, self.seed, "evaluation", t, k):
                 found = function(self.model, batches, **own, **options)
@@ -274,7 +294,7 @@ class Trainer:
             return torch.optim.Adam(parameters, **options)
         return torch.optim.SGD(parameters, momentum=local.momentum, **options)
 
-    def _batches(self, k: int, t: int, total: int) -> Batches:
+    def _batches(self, k: int, t: int, total: int) -> Iterator[tuple[Tensor, Tensor]]:
         """A client's batches: in each epoch consecutive slices of a new random order.
 
         The last slice may be smaller. `total` is the number of samples of all clients that this
@@ -312,6 +332,8 @@ class Trainer:
         rare_selected    which share of them holds a rare class, if there are rare classes
         """
         clients = self.clients
+        if not len(selected):  # the average of nothing would be a model of zeros
+            raise UserError(f"nobody was selected in round {t}: select one client at least")
         row = {"selected": selected, "train_loss": losses.mean(), **self.cost()}
         if not self.is_due(t):
             return row
@@ -342,7 +364,8 @@ class Trainer:
         batches, results = samples.to(self.device).split(self.chunk), {}  # all in one copy
         for i in ranks.share_out([len(batch) for batch in batches]):
             x, y = self.batch(batches[i])
-            logits = self.model(x)
+            with seeded(self.device, self.seed, "prediction", i):  # for dropout that is always on
+                logits = self.model(x)
             results[i] = F.cross_entropy(logits, y, reduction="none"), logits.argmax(1)
         columns = zip(*ranks.gather(results), strict=True)
         losses, predicted = (torch.cat(column).cpu() for column in columns)

@@ -140,6 +140,7 @@ train/cat, train/dog, test/cat -> dog has no training image, or no test image
 cat, dog/0.png -> dog has no training image, or no test image
 cat/train, cat/test, dog/train -> test is no class: sort its images as test/CLASS/
 train, test1 -> test1 is no class: sort its images as test1/CLASS/
+train2017, val2017 -> val2017 is no class
 trainA, testA, trainB, testB -> testA is no class
 trn/cat, trn/dog, tst/cat, tst/dog -> holds trn, tst: neither
 train, Valid -> Valid is no class: sort its images as Valid/CLASS/

@@ -90,7 +90,7 @@ def test_a_run_ends_with_the_accuracy_of_each_class(start, tiny, capsys):
     printed = capsys.readouterr().out
     labels = tiny.y[tiny.test].bincount().tolist()
     right = [f"{c}: {100 * int(h) / n:.1f}" for c, h, n in zip("abc", hits, labels, strict=True)]
-    assert f"right in the last round, by class: {', '.join(right)}\n" in printed
+    assert f"right at the last evaluation, by class: {', '.join(right)}\n" in printed
     assert labels == [15, 22, 23] and "(always answering c: 38.3)" in printed
 
 

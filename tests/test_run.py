@@ -473,14 +473,39 @@ def test_what_a_copy_yields_is_converted_or_refused_in_the_first_round(
     for wrong in ("text", {"x": 1}, [[1], [1, 2]], None):
         with pytest.raises(UserError, match="wrong is no number and no list of numbers"):
             run.record(state, {"wrong": wrong})
+    with pytest.raises(UserError, match="seconds is a column already"):
+        run.record(state, {"seconds": 1.0})
+    with pytest.raises(UserError, match="without the model: call it w, or theta"):
+        run.record({"t": 1, "model": torch.ones(2)}, {})
     run.save_at = -1.0  # the next checkpoint is due
     with pytest.raises(UserError, match="something else than numbers and tensors"):
-        run.record({"t": 2, "best": np.float64(0.5)}, {})
+        run.record(state | {"t": 2, "best": np.float64(0.5)}, {})
     monkeypatch.chdir(tmp_path / "run")
     with pytest.raises(UserError, match="something else than numbers and tensors"):
-        new_run().record({"t": 1, "mean": np.float64(0.5)}, {})
+        new_run().record(state | {"mean": np.float64(0.5)}, {})
     with pytest.raises(UserError, match="something else than numbers and tensors"):
-        new_run("--out lambda").record({"t": 1, "mine": lambda: 0}, {})
+        new_run("--out lambda").record(state | {"mine": lambda: 0}, {})
+
+
+def test_other_weights_in_a_repeated_round_are_noticed(new_run):
+    """As those of a server whose momentum is in a variable, and not in the state."""
+    run, state = new_run(), {"t": 1, "w": torch.ones(2)}
+    run.record(state, {"selected": 1})
+    again = new_run("--resume run")
+    again.record(state, {"selected": 1})
+    with pytest.raises(UserError, match="run: round 1 has another norm than before"):
+        again.record(state | {"w": 2 * state["w"]}, {"selected": 1})
+
+
+def test_a_picture_that_cannot_be_drawn_costs_no_run(new_run, capsys):
+    def picture(run, state):
+        raise ValueError("an update is zero")
+
+    run = new_run()
+    run.record({"t": 1, "w": torch.ones(2)}, {})
+    run.finish(picture)
+    assert "no picture, because an update is zero" in capsys.readouterr().err
+    assert Path("run/model.pt").exists()
 
 
 def test_checkpoints_take_at_most_a_hundredth_of_the_time(new_run, monkeypatch):
@@ -497,7 +522,7 @@ def test_checkpoints_take_at_most_a_hundredth_of_the_time(new_run, monkeypatch):
     monkeypatch.setattr(runs, "write_whole", slow)
     for t in range(1, 61):
         clock[0] += 10
-        run.record({"t": t}, {})
+        run.record({"t": t, "w": torch.ones(2)}, {})
     assert saves == [1, 21, 41]
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import RunError, devices, ranks
+from common import RunError, UserError, devices, ranks
 from common.models import build
 from common.splits import Clients
 from common.train import (
@@ -18,7 +18,7 @@ from common.train import (
 
 def trained(trainer, ids=(0,), t=1, update=local_solver, **more):
     """What these clients return, who start from the initial weights."""
-    return trainer.train(update, trainer.initial, torch.tensor(ids), t, **more)
+    return trainer.train(update, trainer.initial, torch.tensor(ids, dtype=torch.long), t, **more)
 
 
 # ----------------------------------------------------------------------------------- local training
@@ -84,6 +84,29 @@ def test_each_client_gets_its_own_value_and_all_get_the_shared_one(tiny, trainer
     assert sums.tolist() == [[104, 104], [101, 101]]
     assert torch.equal(labels, tiny.y[torch.stack([samples[2], samples[0]])])
     trained(trainer, (1,), 1, update, per_client=own, same=0.0)  # it is in training mode again
+
+
+def test_only_participating_clients_train_and_at_least_one(trainer):
+    """Of nobody's weights the sum would be 0, and of three clients the ids are 0 to 2."""
+    with pytest.raises(UserError, match=r"round 1 selects \[0, 3\]: only 0 to 2 participate"):
+        trained(trainer, (0, 3))
+    _, losses = trained(trainer, ())
+    with pytest.raises(UserError, match="nobody was selected in round 1"):
+        trainer.evaluate(trainer.initial, 1, torch.tensor([]), losses)
+
+
+def test_batches_are_walked_once(trainer):
+    """Two epochs of 40 samples are six batches."""
+    sizes = []
+
+    def update(model, batches, optimizer):
+        sizes.append(len(next(batches)[1]))
+        sizes.extend(len(y) for _, y in batches)
+        return sum(len(y) for _, y in batches)
+
+    with pytest.raises(UserError, match="batches of all epochs are walked again"):
+        trained(trainer, (0,), 1, update)
+    assert sizes == [16, 16, 8] * 2
 
 
 def test_under_bfloat16_the_forward_pass_alone_rounds(tiny, trainer):
@@ -186,6 +209,7 @@ def test_the_first_client_with_weights_or_a_loss_that_are_not_finite_is_named(tr
 
     own, order = torch.ones(6, 3), (5, 1, 0, 4, 2, 3)
     trainer.clients.train *= 2
+    trainer.clients.participating = 6
     assert trained(trainer, order, 7, update, per_client={"own": own})[1].tolist() == [1] * 6
     own[[2, 4]] = torch.tensor(damage)
     with pytest.raises(RunError, match="client 4 diverged in round 7: lower --lr"):

@@ -143,11 +143,14 @@ class Run:
                at the end, and the row has its columns' sums as `predicted`, and its diagonal as
                `hits`
 
-        Raises UserError if a value is something else, if a resumed run could not read the state, or
-        if a round that a kill has undone comes out otherwise than before. (A column with `time` or
-        `seconds` in its name may.)
+        Adds the norm of the model's weights, by which two runs can be compared. Raises UserError if
+        a value is something else, if a resumed run could not read the state, or if a round that a
+        kill has undone comes out otherwise than before. (A column with `_seconds` or `time` in its
+        name may.)
         """
-        self.state, self.t, row = state, state["t"], dict(row)
+        for column in {"round", "seconds", "norm"} & row.keys():
+            raise UserError(f"{column} is a column already: choose another name")
+        self.state, self.t, row = state, state["t"], {**row, "norm": weights_in(state).norm()}
         confusion = row.pop("confusion", None)
         if confusion is not None:
             self.confusion = confusion
@@ -155,12 +158,12 @@ class Run:
         row = {column: _plain(value, column) for column, value in row.items()}
         before = self.seen.get(self.t, {})
         for column, value in row.items():
-            is_clock = "seconds" in column or "time" in column
+            is_clock = "_seconds" in column or "time" in column
             if not is_clock and before.get(column) not in (None, "", _cell(value)):
                 raise UserError(
                     f"{self.folder}: round {self.t} has another {column} than before the run was "
                     "stopped, so federate() needs something that is not in the state that it "
-                    "yields: put it there, and start a new run (a clock's column: name it seconds)"
+                    "yields: put it there, and start a new run (name a clock's column my_seconds)"
                 )
         seconds = round(time.monotonic() - self.started, 2)
         self.rows.append({"round": self.t, "seconds": seconds, **row})
@@ -204,11 +207,13 @@ class Run:
             header = ["class", *(f"called {name}" for name in classes)]
             lines = [header, *([name, *counts] for name, counts in rows)]
             self._write("confusion.csv", _csv(lines))
-        theta = self.state["w"] if "w" in self.state else self.state["theta"]  # by the paper
-        train.set_weights(self.model, theta)
+        train.set_weights(self.model, weights_in(self.state))
         self._write("model.pt", {key: t.cpu() for key, t in self.model.state_dict().items()})
         if picture:
-            picture(self, self.state)
+            try:
+                picture(self, self.state)
+            except ValueError as e:  # such as of an update that is zero, and has no direction
+                print(f"{self.args.name}: no picture, because {e}", file=sys.stderr)
         self.state, self.model = {}, None  # a table of updates may be large
         return self
 
@@ -220,6 +225,13 @@ class Run:
     def _write(self, name: str, content: str | dict) -> None:
         if ranks.RANK == 0:
             write_whole(self.folder / name, content)
+
+
+def weights_in(state: dict) -> Tensor:
+    """The model's weights [P] in what federate() yields: some papers call them w, others theta."""
+    if not {"w", "theta"} & state.keys():
+        raise UserError("federate() yields a state without the model: call it w, or theta")
+    return state["w"] if "w" in state else state["theta"]
 
 
 def machine_of(device: torch.device) -> str:
