@@ -213,7 +213,8 @@ class Trainer:
         if not all(finite):
             k = int(selected[finite.index(False)])
             raise RunError(f"client {k} diverged in round {t}: {ADVICE}")
-        if ranks.COUNT > 1 and self.checked != client_update and self.device.type == "cpu":
+        is_new = sizes and self.checked != client_update
+        if ranks.COUNT > 1 and is_new and self.device.type == "cpu":
             i = sizes.index(min(sizes))
             again, self.checked = torch.empty_like(uploads[i]), client_update
             train_one(i, again)
