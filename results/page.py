@@ -56,8 +56,16 @@ def worth(rows):
 
 
 def also(rows):
-    """What else was run: only the differences."""
-    return [["", "difference", "seeds"], *([c.label, difference(c), seeds(c)] for c in rows)]
+    """What else was run: only differences. A label that begins with ; continues the row above."""
+    lines = [["", "difference", "seeds"]]
+    for c in rows:
+        if c.label.startswith(";"):
+            assert lines[-1][2] == seeds(c), f"{c.label} has other seeds than the row above"
+            lines[-1][0] += c.label
+            lines[-1][1] += f"; {difference(c)}"
+        else:
+            lines.append([c.label, difference(c), seeds(c)])
+    return lines
 
 
 def table(rows):
