@@ -65,7 +65,6 @@ BASELINES = {  # sibling -> the same run started by hand
     uefl: {"static": "--iterations 1 --rounds 4", "fedavg": "--codebook-size 0 --rounds 4"},
 }
 MORE_FILES = {
-    fediir: {"best_id.pt"},
     entropy_weighting: {"weights.png"},
     minimax_select: {"similarity.png"},
     convex_hull_select: {"hull.png"},
@@ -76,14 +75,14 @@ ADVICE = "lower --lr, or the weight of the method's own penalty if it has one"
 
 @pytest.fixture
 def new_run(tiny, tmp_path, monkeypatch):
-    """new_run("--flag value ...", choose) is a Run in the folder `run`, of a model of 2 weights."""
+    """new_run("--flag value ...") is a Run in the folder `run`, of a model of 2 weights."""
     monkeypatch.chdir(tmp_path)
     clients, model = make_clients(tiny, 0, "iid", clients=3), torch.nn.Linear(1, 1)
 
-    def make(flags="", choose=None):
+    def make(flags=""):
         args = parsed(fedavg, f"--partition iid --out run --rounds 100 {flags}")
         args.name = "FedAvg"
-        return runs.Run(args, tiny, clients, model, torch.device("cpu"), choose)
+        return runs.Run(args, tiny, clients, model, torch.device("cpu"))
 
     return make
 
@@ -465,17 +464,6 @@ def test_what_a_copy_yields_is_converted_or_refused_in_the_first_round(
         new_run().record({"t": 1, "mean": np.float64(0.5)}, {})
     with pytest.raises(UserError, match="something else than numbers and tensors"):
         new_run("--out lambda").record({"t": 1, "mine": lambda: 0}, {})
-
-
-def test_the_best_model_stays_if_a_copy_changes_its_weights_in_place(new_run):
-    """Its round is the first one with the largest value, and rounds without one do not count."""
-    run, theta = new_run(choose="id_accuracy"), torch.zeros(2)
-    for t, accuracy in enumerate([0.2, None, 0.9, 0.5, 0.9], 1):
-        theta += 1
-        run.record({"t": t, "theta": theta}, {"id_accuracy": accuracy} if accuracy else {})
-    run.finish()
-    ends = [torch.load(f"run/{name}.pt") for name in ("model", "best_id")]
-    assert [[weight.item() for weight in end.values()] for end in ends] == [[5, 5], [3, 3]]
 
 
 def test_checkpoints_take_at_most_a_hundredth_of_the_time(new_run, monkeypatch):

@@ -24,7 +24,6 @@ def run(
     shows_in: Mapping[str, str],
     build: Callable = build_model,
     picture: Callable[[Run, dict], None] | None = None,
-    choose: str | None = None,
 ) -> Runs | None:
     """Runs a method, and then each baseline with as many rounds and other flags.
 
@@ -36,7 +35,6 @@ def run(
     shows_in    where it must show: column of metrics.csv -> "above" or "below"
     build       called as build(args, shape, classes); returns the model
     picture     draws the method's picture, from a run and its last state
-    choose      see Run
 
     The method runs first, in the folder args.out, and a baseline in args.out-NAME. With several
     seeds, or --test-domain all, both folders have a folder for each run. Then come the table,
@@ -69,7 +67,7 @@ def run(
             check_free(Path(folder))
 
     def run_one(args: Namespace) -> Run:
-        clients, trainer, run = prepare(args, data_of(args.seed), build, choose)
+        clients, trainer, run = prepare(args, data_of(args.seed), build)
         devices.seed_all(args.seed, "round", run.t + 1)
         for state, row in federate(args, clients, trainer, run.state):
             run.record(state, row)

@@ -46,7 +46,7 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Names the default of each flag that has one."""
 
     def _get_help_string(self, action):
-        return action.help if action.default is None else super()._get_help_string(action)
+        return action.help if action.default in (None, "") else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):

@@ -33,14 +33,11 @@ from common.splits import Clients
 
 SAVE_EVERY = 30  # seconds between two checkpoints
 ANEW = "start a new run, or with several seeds delete this one's folder and resume"
-KEPT = ("state", "rows", "best", "confusion")  # what a checkpoint has
+KEPT = ("state", "rows", "confusion")  # what a checkpoint has
 
 
 class Run:
     """A run and its folder args.out.
-
-    choose  a column of metrics.csv: the model of the first round with its largest value is left as
-            best_id.pt, too
 
     state   what federate() yielded last, for the next round; {} in a new run. Its "w" or "theta" is
             the model
@@ -60,13 +57,10 @@ class Run:
         clients: Clients,
         model: nn.Module,
         device: torch.device,
-        choose: str | None = None,
     ):
         self.args, self.data, self.clients, self.folder = args, data, clients, Path(args.out)
         self.checkpoint, self.next = (self.folder / f"{n}.pt" for n in ("checkpoint", "next"))
-        self.model, self.choose = model, choose
-        self.state, self.rows, self.t = {}, [], 0
-        self.best = None  # the chosen weights so far, [P]
+        self.model, self.state, self.rows, self.t = model, {}, [], 0
         self.confusion = None  # of the last evaluation, [classes, classes]
         self.images, self.machine = data.fingerprint(), machine_of(device)
         self.started = time.monotonic()
@@ -84,14 +78,7 @@ class Run:
         goes_on = args.resume and (self.folder / "args.json").exists()
         if goes_on:
             self._take_up(device)
-        own = (
-            "out",
-            "resume",
-            "device",
-            "data_dir",
-            "dataset",
-            "processes",
-        )  # may differ between machines
+        own = {"out", "resume", "device", "data_dir", "dataset", "processes"}  # of each machine
         facts = {flag: value for flag, value in vars(args).items() if flag not in own}
         weights = train.get_weights(model).double().sum().item()
         facts |= {"data": self.images, "initial weights": weights, "round": self.t}
@@ -180,8 +167,6 @@ class Run:
                 )
         seconds = round(time.monotonic() - self.started, 2)
         self.rows.append({"round": self.t, "seconds": seconds, **row})
-        if self.choose in row and self.best_row() is self.rows[-1]:
-            self.best = weights_in(state).clone()  # a method may go on in place, as with +=
         self._write_metrics()
         if ranks.RANK == 0 and self.next.exists():
             self.next.replace(self.checkpoint)
@@ -217,43 +202,28 @@ class Run:
         self.save()
         if ranks.RANK == 0:
             self.next.replace(self.checkpoint)
-        if self.best is not None:
-            self._save_model("best_id.pt", self.best)
-            for file, row in (("model.pt", self.rows[-1]), ("best_id.pt", self.best_row())):
-                print(f"{self.args.name}: {file} is of round {row['round']}, {_short(row)}")
         if self.confusion is not None:
             classes, self.confusion = self.data.classes, self.confusion.cpu()
             rows = zip(classes, self.confusion.tolist(), strict=True)
             header = ["class", *(f"called {name}" for name in classes)]
             lines = [header, *([name, *counts] for name, counts in rows)]
             self._write("confusion.csv", _csv(lines))
-        self._save_model("model.pt", weights_in(self.state))
+        theta = self.state["w"] if "w" in self.state else self.state["theta"]  # by the paper
+        train.set_weights(self.model, theta)
+        self._write("model.pt", {key: t.cpu() for key, t in self.model.state_dict().items()})
         if picture:
             picture(self, self.state)
         self.state, self.model = {}, None  # a table of updates may be large
         return self
-
-    def best_row(self) -> dict:
-        """The row of the first round with the largest value of the chosen column."""
-        return max(self.rows, key=lambda row: row.get(self.choose, -1))
 
     def _write_metrics(self) -> None:
         columns = dict.fromkeys(column for row in self.rows for column in row)
         cells = [[_cell(row.get(column, "")) for column in columns] for row in self.rows]
         self._write("metrics.csv", _csv([columns, *cells]))
 
-    def _save_model(self, name: str, theta: Tensor) -> None:
-        train.set_weights(self.model, theta)
-        self._write(name, {key: t.cpu() for key, t in self.model.state_dict().items()})
-
     def _write(self, name: str, content: str | dict) -> None:
         if ranks.RANK == 0:
             write_whole(self.folder / name, content)
-
-
-def weights_in(state: dict) -> Tensor:
-    """The model's weights [P] in what federate() yields: some papers call them w, others theta."""
-    return state["w"] if "w" in state else state["theta"]
 
 
 def machine_of(device: torch.device) -> str:

@@ -49,15 +49,12 @@ def local_training(args: Namespace) -> LocalTraining:
 
 
 def prepare(
-    args: Namespace, data: Dataset, build: Callable = build_model, choose: str | None = None
+    args: Namespace, data: Dataset, build: Callable = build_model
 ) -> tuple[splits.Clients, Trainer, Run]:
-    """What a method works with, on this rank and its device.
-
-    choose  a column of metrics.csv: see Run
-    """
+    """What a method works with, on this rank and its device."""
     clients, model = assemble(args, data, build)
     device, args.precision = devices.set_up(args.device, args.precision, args.model)
-    run = Run(args, data, clients, model, device, choose)
+    run = Run(args, data, clients, model, device)
     trainer = Trainer(
         data, clients, model, device, local_training(args), args.seed, args.precision,
         args.evaluate_every, args.rounds, run.progress,
