@@ -46,7 +46,7 @@ def difference(c, measure=None):
 def worth(rows):
     """README's table: what the papers gain over their baselines, and what we see."""
     ours = ["ours, when the baseline is as accurate as the paper's", "ours, at the end", "seeds"]
-    lines = [["on the papers' data, points of accuracy", "the paper", *ours]]
+    lines = [["points of accuracy", "the paper", *ours]]
     for c in rows:
         name, baseline, data = c.names()
         there = difference(c, around(level)) if (level := c.level()) else DASH

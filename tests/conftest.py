@@ -3,6 +3,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 # With a GPU in sight, a process cannot fork once it has computed gradients, so only test_gpu.py,
 # when it is named on the command line, may see one.
@@ -11,13 +12,23 @@ if not any("test_gpu" in word for word in sys.argv):
 
 import pytest
 import torch
-from helpers import drawn, lines_of, make_tiny, save_each_round
+from helpers import (
+    drawn,
+    in_each_round,
+    kept,
+    lines_of,
+    make_tiny,
+    prepared,
+    read_rows,
+    save_each_round,
+    selections,
+)
 from matplotlib.figure import Figure
 
 import common.data
 from common import random_at, ranks
 from common.models import build
-from common.runner import launch, runs
+from common.runner import launch
 from common.splits import Clients
 from common.train import LocalTraining, Trainer
 
@@ -82,24 +93,41 @@ def start(monkeypatch, tmp_path):
 
 
 @pytest.fixture
+def finished(start):
+    """finished(method, "--flag value ...") is a run: what it begins with, and what it leaves.
+
+    It has the flags, data, clients and trainer of helpers.prepared, its folder, the rows of
+    metrics.csv, the clients selected in each round, and the state that it keeps.
+    """
+
+    def run_method(method, flags):
+        args, data, clients, trainer = prepared(method, flags)
+        folder = start(method, flags)
+        rows = read_rows(folder)
+        return SimpleNamespace(
+            args=args, data=data, clients=clients, trainer=trainer,
+            folder=folder, rows=rows, selected=selections(rows), state=kept(folder),
+        )  # fmt: skip
+
+    return run_method
+
+
+@pytest.fixture
 def start_and_stop(start, monkeypatch):
     """start_and_stop(method, "--flag value ...", round, folder) starts a run that Ctrl-C ends.
 
-    Ctrl-C comes in this round of the run in this folder, before the round's checkpoint. All earlier
-    rounds have one.
+    Ctrl-C comes in the middle of this round of the run in this folder. The round before has left
+    a checkpoint that is not yet repeated, and the one before that the checkpoint to go on from.
     """
 
     def run_method(method, flags, round, folder):
+        def stop(run, t):
+            if t == round and run.folder.name == folder:
+                raise KeyboardInterrupt
+
         with monkeypatch.context() as patch:
             save_each_round(patch.setattr)
-            save = runs.Run.save
-
-            def save_or_stop(self):
-                if self.t == round and self.folder.name == folder:
-                    raise KeyboardInterrupt
-                save(self)
-
-            patch.setattr(runs.Run, "save", save_or_stop)
+            in_each_round(stop, patch.setattr)
             with pytest.raises(KeyboardInterrupt):
                 start(method, flags)
 

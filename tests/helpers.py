@@ -39,14 +39,20 @@ def make_tiny(n_train=120, n_test=60, size=8) -> Dataset:
     )  # fmt: skip
 
 
-def draw_images(folder, parts=("train", "test"), classes=("cat", "dog"), n=3) -> None:
-    """A folder of images, in which red is 40 times the class plus 100 times the part."""
-    for p, part in enumerate(parts):
-        for c, name in enumerate(classes):
-            (folder / part / name).mkdir(parents=True, exist_ok=True)
-            for i in range(n):
-                image = Image.new("RGB", (20, 10), (40 * c + 100 * p, 5 * i, 0))
-                image.save(folder / part / name / f"{i}.png")
+def sort_images(root: Path, folders: str) -> Path:
+    """Ten different images in each folder of this text; one that ends with / stays empty.
+
+    A word with an ending is one image. In the i-th folder, red is 30 i.
+    """
+    rng = np.random.default_rng(0)
+    for i, place in enumerate(folders.split(", ")):
+        names = [place] if Path(place).suffix else [f"{place}/{i}.png" for i in range(10)]
+        (root / names[0]).parent.mkdir(parents=True, exist_ok=True)
+        for name in [] if place.endswith("/") else names:
+            pixels = rng.integers(0, 255, (8, 8, 3), np.uint8)
+            pixels[..., 0] = 30 * i
+            Image.fromarray(pixels).save(root / name)
+    return root
 
 
 # ---------------------------------------------------------------- what a run begins with
@@ -78,15 +84,20 @@ def poison(client: int, t: int, patch=setattr, seed: int = 0) -> None:
     patch(Trainer, "_batches", poisoned)
 
 
+def in_each_round(action, patch=setattr) -> None:
+    """From now on, action(run, t) comes before round t of a run is recorded."""
+    record = runs.Run.record
+
+    def both(run, state, row):
+        action(run, state["t"])
+        record(run, state, row)
+
+    patch(runs.Run, "record", both)
+
+
 def save_each_round(patch=setattr) -> None:
     """From now on, each round leaves a checkpoint, and not only one in half a minute."""
-    save = runs.Run.save
-
-    def save_and_be_due(self):
-        save(self)
-        self.save_at = -1.0
-
-    patch(runs.Run, "save", save_and_be_due)
+    in_each_round(lambda run, t: vars(run).update(save_at=0.0), patch)
 
 
 # ---------------------------------------------------------------- what a run leaves
@@ -127,15 +138,15 @@ def lines_of(said: str) -> list[str]:
 # ---------------------------------------------------------------- training by hand
 
 
-def logits_by_hand(model, theta, data, samples):
-    set_weights(model, theta)
-    return model(data.x[samples].float() / 127.5 - 1)
+def logits_by_hand(trainer, theta, samples):
+    set_weights(trainer.model, theta)
+    return trainer.model(trainer.x[samples].float() / 127.5 - 1)
 
 
-def loss_and_gradient(model, theta, data, samples) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_and_gradient(trainer, theta, samples) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean cross-entropy of these samples, and its gradient for all weights."""
-    loss = F.cross_entropy(logits_by_hand(model, theta, data, samples), data.y[samples])
-    return loss, gradient_of(loss, model)
+    loss = F.cross_entropy(logits_by_hand(trainer, theta, samples), trainer.y[samples])
+    return loss, gradient_of(loss, trainer.model)
 
 
 def gradient_of(loss, model) -> torch.Tensor:
@@ -143,19 +154,24 @@ def gradient_of(loss, model) -> torch.Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
-def sgd_by_hand(args, data, model, theta, samples, t, k, gradient=loss_and_gradient):
+def sgd_by_hand(run, theta, t, k, gradient=loss_and_gradient):
     """Local training by its definition: v <- momentum v + grad + decay theta, theta -= lr_t v.
 
-    gradient  gradient(model, theta, data, batch) returns grad last
+    Returns client k's theta at the end of round t, and the mean loss of its steps.
+
+    run       what the fixture `finished` returns
+    gradient  gradient(trainer, theta, batch) returns the loss and grad
     """
-    rng, v, lr = random_at(args.seed, "batches", t, k), 0, args.lr * args.lr_decay ** (t - 1)
+    args, samples, rng = run.args, run.clients.train[k], random_at(run.args.seed, "batches", t, k)
+    lr, v, losses = args.lr * args.lr_decay ** max(t - 1, 0), 0, []
     for _ in range(args.local_epochs):
         order = samples[torch.from_numpy(rng.permutation(len(samples)))]
         for batch in order.split(args.batch_size):
-            grad = gradient(model, theta, data, batch)[-1]
+            loss, grad = gradient(run.trainer, theta, batch)
             v = args.momentum * v + grad + args.weight_decay * theta
             theta = theta - lr * v
-    return theta
+            losses.append(loss.item())
+    return theta.detach(), np.mean(losses)
 
 
 def largest_by_numpy(updates) -> np.ndarray:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # or every child would import it
-from helpers import make_tiny, save_each_round
+from helpers import in_each_round, make_tiny, save_each_round
 from matplotlib.figure import Figure
 
 import common.data
@@ -22,7 +22,7 @@ import fediir
 import minimax_select
 import uefl
 from common import ranks
-from common.runner import launch, runs
+from common.runner import launch
 
 SMALL = "--width 0.125 --local-epochs 1 --batch-size 8 --device cpu --precision float32 "
 SKEWED = f"{SMALL} --model cnn --clients 8 --participating 6 --partition dirichlet --dirichlet 1 "
@@ -69,15 +69,12 @@ def child(method, flags: list[str], folder, first=lambda: None) -> multiprocessi
 
 
 def kill_rank_1_in_round_2() -> None:
-    record = runs.Run.record
-
-    def record_or_die(self, state, row):
-        if state["t"] == 2 and ranks.RANK == 1:
+    def die(run, t):
+        if t == 2 and ranks.RANK == 1:
             Path("killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        record(self, state, row)
 
-    runs.Run.record = record_or_die
+    in_each_round(die)
 
 
 if __name__ == "__main__":

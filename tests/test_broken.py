@@ -5,7 +5,7 @@ import os
 import re
 import sys
 
-from helpers import draw_images
+from helpers import sort_images
 
 import fedavg
 
@@ -14,7 +14,7 @@ TINY += "--sample 1 --partition iid --no-compare "
 
 
 def test_a_single_class_is_refused(launched, tmp_path):
-    draw_images(tmp_path / "pets", classes=("cat",), n=24)
+    sort_images(tmp_path / "pets", "train/cat, test/cat")
     code, (*_, line) = launched(fedavg, f"{TINY} --dataset pets --device cpu --out r")
     assert code == 2 and "has only one class, cat" in line
 

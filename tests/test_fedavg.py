@@ -1,13 +1,12 @@
 from argparse import Namespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
-    kept,
     logits_by_hand,
     loss_and_gradient,
     parsed,
-    prepared,
     read_rows,
     sgd_by_hand,
 )
@@ -27,28 +26,50 @@ CUT += "--clients 6 --participating 4 --sample 2 --rounds 3 --no-compare "
 
 
 @pytest.mark.parametrize("selection", ["random", "power_of_choice", "by_size"])
-@pytest.mark.parametrize("weighting", ["size", "equal"])
-def test_three_rounds_are_algorithm_1_by_hand(start, selection, weighting):
-    words = f"{CUT} --selection {selection} --weighting {weighting}"
-    folder = start(fedavg, words)
-    args, data, clients, trainer = prepared(fedavg, words)
-    model, train, w = trainer.model, clients.train, trainer.initial
+@pytest.mark.parametrize(
+    "weighting", ["size", "equal --momentum 0.9 --weight-decay 0.1 --lr-decay 0.5"]
+)
+def test_three_rounds_are_algorithm_1_by_hand(finished, selection, weighting):
+    run = finished(fedavg, f"{CUT} --selection {selection} --weighting {weighting}")
+    data, clients, trainer, w = run.data, run.clients, run.trainer, run.trainer.initial
 
     def loss_of(k):
-        return loss_and_gradient(model, w, data, train[k])[0]
+        return loss_and_gradient(trainer, w, clients.train[k])[0]
 
-    for t, row in enumerate(read_rows(folder), 1):
+    for t, row in enumerate(run.rows, 1):
         by = clients.sizes[:4] if selection == "by_size" else None
         selected = sample(clients.ids, 2, random_at(0, "select", t), by).tolist()
         if selection == "power_of_choice":
             selected = sorted(sorted(range(4), key=loss_of)[-2:])
-        n = [len(train[k]) if weighting == "size" else 1 for k in selected]
-        ends = [sgd_by_hand(args, data, model, w, train[k], t, k).detach() for k in selected]
+        n = [len(clients.train[k]) if weighting == "size" else 1 for k in selected]
+        ends, losses = zip(*[sgd_by_hand(run, w, t, k) for k in selected], strict=True)
         w = sum(n_k / sum(n) * end for n_k, end in zip(n, ends, strict=True))
-        assert row["selected"] == " ".join(map(str, selected))
-        right = logits_by_hand(model, w, data, data.test).argmax(1) == data.y[data.test]
+        assert run.selected[t - 1] == selected
+        assert float(row["train_loss"]) == pytest.approx(np.mean(losses), rel=1e-4)
+        right = logits_by_hand(trainer, w, data.test).argmax(1) == data.y[data.test]
         assert float(row["ood_accuracy"]) == pytest.approx(right.float().mean().item(), abs=1e-5)
-    assert t == 3 and torch.allclose(kept(folder)["w"], w, atol=1e-5)
+    assert t == 3 and torch.allclose(run.state["w"], w, atol=1e-5)
+
+
+SHARED = "--rounds 3 --local-epochs 1 --batch-size 10 --lr 0.1 --evaluate-every 1 --no-compare "
+SHARED += "--optimizer sgd --momentum 0 --partition domain "
+FEDIIR = "--model convnet --width 0.1 --test-domain dark --clients 4 --sample 2 "
+UEFL = "--model resblocks --width 0.01 "
+
+
+@pytest.mark.parametrize(
+    ("method", "shared", "without", "plain"),
+    [
+        (fediir, FEDIIR, "--gamma 0", "--weighting equal"),
+        (uefl, UEFL, "--codebook-size 0 --no-token-norm --dropout 0", ""),
+    ],
+)
+def test_a_method_without_its_idea_is_fedavg(finished, method, shared, without, plain):
+    mine = finished(method, SHARED + shared + without)
+    theirs = finished(fedavg, f"{SHARED} {shared} {plain} --out fedavg")
+    assert torch.allclose(mine.state["theta"], theirs.state["w"], atol=1e-6)
+    for column in ("selected", "id_accuracy", "ood_accuracy", "hits"):
+        assert [row[column] for row in mine.rows] == [row[column] for row in theirs.rows]
 
 
 @pytest.mark.parametrize(("clients", "expected"), [(3, 0), (19, 0), (20, 0.5), (39, 1), (40, 1.5)])

@@ -1,13 +1,11 @@
-import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import gradient_of, kept, logits_by_hand, prepared, read_rows, sgd_by_hand
+from helpers import gradient_of, logits_by_hand, sgd_by_hand
 
-import fedavg
 import fediir
-from common import UserError, random_at
+from common import random_at
 from common.models import Classifier
 from common.splits import sample
 from common.train import get_weights, set_weights
@@ -101,62 +99,41 @@ def test_the_mean_of_equal_clients_gradients_is_that_of_their_pooled_risk(tiny, 
     trainer.chunk = 7  # so that the samples need several batches
     samples = [tiny.train[:60], tiny.train[60:]]
     [found] = trainer.map(client_gradient, trainer.initial, torch.arange(2), samples, 1)
-    _, gradient = gradient_by_hand(trainer.model, trainer.initial, tiny, tiny.train)
+    _, gradient = gradient_by_hand(trainer, trainer.initial, tiny.train)
     assert torch.allclose(found.mean(0), gradient, atol=1e-6)
 
 
 # ---------------------------------------------------------------- whole runs
 
 
-def gradient_by_hand(model, theta, data, samples, graph=False):
+def gradient_by_hand(trainer, theta, samples, graph=False):
     """The risk, and its gradient for the classifier."""
-    risk = F.cross_entropy(logits_by_hand(model, theta, data, samples), data.y[samples])
-    parts = torch.autograd.grad(risk, list(model.classifier.parameters()), create_graph=graph)
+    risk = F.cross_entropy(logits_by_hand(trainer, theta, samples), trainer.y[samples])
+    parameters = list(trainer.model.classifier.parameters())
+    parts = torch.autograd.grad(risk, parameters, create_graph=graph)
     return risk, torch.cat([part.flatten() for part in parts])
 
 
-def test_three_rounds_are_algorithm_1_by_hand(start):
+def test_three_rounds_are_algorithm_1_by_hand(finished):
     words = CUT + "--rounds 3 --gamma 2 --ema 0.7 --server-lr 0.8 --no-compare"
-    folder, g = start(fediir, words), 0.0
-    args, data, clients, trainer = prepared(fediir, words)
-    model, theta = trainer.model, trainer.initial
+    run, g = finished(fediir, words), 0.0
+    clients, trainer, theta = run.clients, run.trainer, run.trainer.initial
 
-    def local_gradient(model, theta, data, batch):
-        """That of the loss of line 10."""
-        risk, gradient = gradient_by_hand(model, theta, data, batch, graph=True)
-        loss = risk + args.gamma / 2 * (gradient - g).square().sum()
-        losses[-1].append(loss.item())
-        return [gradient_of(loss, model)]
+    def of_line_10(trainer, theta, batch):
+        risk, gradient = gradient_by_hand(trainer, theta, batch, graph=True)
+        loss = risk + run.args.gamma / 2 * (gradient - g).square().sum()
+        return loss, gradient_of(loss, trainer.model)
 
-    for t, row in enumerate(read_rows(folder), 1):
+    for t, row in enumerate(run.rows, 1):
         selected = sample(clients.ids, 2, random_at(0, "select", t)).tolist()
-        held = {k: clients.train[k] for k in selected}
-        found = [gradient_by_hand(model, theta, data, part)[1] for part in held.values()]
+        found = [gradient_by_hand(trainer, theta, clients.train[k])[1] for k in selected]
         mean = sum(found) / 2
         g = 0.7 * g + 0.3 * mean
-        ends, losses = [], []
-        for k, part in held.items():
-            losses.append([])
-            ends.append(sgd_by_hand(args, data, model, theta, part, t, k, local_gradient))
-        theta = theta + 0.8 * (sum(ends) / 2 - theta)
+        one, two = (sgd_by_hand(run, theta, t, k, of_line_10) for k in selected)
+        theta = theta + 0.8 * ((one[0] + two[0]) / 2 - theta)
         spread = sum((gradient - mean).square().sum().item() for gradient in found) / 2
-        assert row["selected"] == " ".join(map(str, selected))
+        assert run.selected[t - 1] == selected
         assert float(row["gradient_spread"]) == pytest.approx(spread, rel=1e-3)
-        assert float(row["train_loss"]) == pytest.approx(np.mean([*map(np.mean, losses)]), rel=1e-4)
-    assert t == 3 and torch.allclose(kept(folder)["theta"], theta, atol=1e-5)
-    assert torch.allclose(kept(folder)["global_gradient"], g, atol=1e-5)
-
-
-def test_gamma_0_is_fedavg(start):
-    without = start(fediir, CUT + "--gamma 0")
-    plain = CUT + "--partition domain --weighting equal --no-compare --out fedavg"
-    fedavgs = start(fedavg, plain)
-    assert torch.allclose(kept(without)["theta"], kept(fedavgs)["w"], atol=1e-6)
-    mine, theirs = read_rows(without), read_rows(fedavgs)
-    for column in ("selected", "id_accuracy", "ood_accuracy", "hits"):
-        assert [row[column] for row in mine] == [row[column] for row in theirs]
-
-
-def test_a_run_needs_a_domain_that_is_left_out(start):
-    with pytest.raises(UserError, match="--test-domain is missing"):
-        start(fediir, "--dataset some/folder --model convnet --clients 4")
+        assert float(row["train_loss"]) == pytest.approx((one[1] + two[1]) / 2, rel=1e-4)
+    assert t == 3 and torch.allclose(run.state["theta"], theta, atol=1e-5)
+    assert torch.allclose(run.state["global_gradient"], g, atol=1e-5)

@@ -2,11 +2,8 @@
 
 import pytest
 import torch
+from ranks import CALLS
 
-import convex_hull_select
-import fedavg
-import fediir
-import uefl
 from common.devices import set_up
 from common.models import build
 from common.train import LocalTraining, Trainer, local_solver
@@ -39,16 +36,10 @@ def test_training_on_a_gpu_is_training_on_a_cpu(tiny, trainer, name, optimizer, 
     assert error < (1e-4 if optimizer == "sgd" else 1e-2), "Adam divides by rounding errors"
 
 
-@pytest.mark.parametrize("method", [fedavg, convex_hull_select, fediir, uefl])
+@pytest.mark.parametrize("method", CALLS)
 def test_a_run_on_a_gpu(start, method):
-    flags = {
-        fedavg: "--clients 6 --participating 4 --sample 2",
-        convex_hull_select: "--partition dirichlet --clients 8 --participating 6 --sample 6",
-        fediir: "--dataset mnist --clients 4 --test-domain dark",
-        uefl: "--partition domain --later-rounds 1 --iterations 2",
-    }[method]
-    flags += " --width 0.125 --rounds 2 --local-epochs 1 --batch-size 4 --device cuda"
-    assert (start(method, f"{flags} --no-compare") / "model.pt").exists()
+    folder = start(method, f"{CALLS[method]} --no-compare --device cuda")
+    assert (folder / "model.pt").exists()
     start(method, "--resume run --device cuda")
 
 

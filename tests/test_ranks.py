@@ -26,7 +26,6 @@ import uefl
 from common import UserError, models, ranks
 from common.devices import set_up
 from common.ranks import cores
-from common.runner import runs
 
 HERE = Path(__file__).parent
 
@@ -102,16 +101,15 @@ def test_a_rank_that_is_killed_ends_the_run_in_one_line(folders, method, tmp_pat
 
 def signal_in_round_2(kind):
     """The first rank sends this signal to the program, as Ctrl-C does, or a cluster's software."""
-    record, program = runs.Run.record, os.getpid()
+    program = os.getpid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore Ctrl-C
 
-    def record_or_stop(self, state, row):
-        if state["t"] == 2 and ranks.RANK == 0:
+    def stop(run, t):
+        if t == 2 and ranks.RANK == 0:
             os.kill(program, kind)
             time.sleep(0.1)
-        record(self, state, row)
 
-    runs.Run.record = record_or_stop
+    helpers.in_each_round(stop)
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
@@ -225,23 +223,17 @@ def test_two_machines_that_differ_stop_in_one_line(tmp_path, what):
     found = two_nodes(tmp_path, [CALL, CALL + more], (nothing, first))
     for lines, code in found:
         assert code == 2 and len(lines) == 1 and f"differ in their {what}" in lines[0], found
-    assert what == "weights" or not list(tmp_path.glob("*/run"))
+    assert not list(tmp_path.glob("*/run"))
 
 
 def stop_after(rounds):
-    """Ctrl-C comes after so many rounds, and before the next checkpoint."""
+    """Ctrl-C comes in the middle of the round after these."""
 
-    def first():
-        save = runs.Run.save
+    def stop(run, t):
+        if t > rounds:
+            raise KeyboardInterrupt
 
-        def save_or_stop(run):
-            if run.t > rounds:
-                raise KeyboardInterrupt
-            save(run)
-
-        runs.Run.save = save_or_stop
-
-    return first
+    return partial(helpers.in_each_round, stop)
 
 
 def test_a_machine_without_the_folder_does_not_leave_the_other_waiting(tmp_path):

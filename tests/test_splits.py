@@ -16,13 +16,6 @@ def all_once(parts, pool):
 # ---------------------------------------------------------------- the partitions
 
 
-@pytest.mark.parametrize("alpha", [1e-12, 100.0])
-def test_dirichlet_leaves_nobody_under_the_minimum(alpha, rng):
-    labels = torch.from_numpy(rng.integers(0, 10, 10_000))
-    parts = dirichlet(labels, 500, alpha, rng)
-    assert all_once(parts, labels.argsort()) and min(map(len, parts)) >= 10
-
-
 def test_dirichlet_shares_have_the_mean_and_variance_of_the_distribution():
     clients, alpha, draws = 5, 0.5, 600
     labels, shares = torch.arange(2).repeat_interleave(400), []
@@ -38,6 +31,8 @@ def test_dirichlet_shares_have_the_mean_and_variance_of_the_distribution():
     equal = dirichlet(labels, 10, 1e308, random_at(0, "deal"))
     counts = torch.stack([torch.bincount(labels[part]) for part in equal])
     assert (counts - 40).abs().max() <= 1, "numpy alone would give nearly all to one client"
+    parts = dirichlet(labels, 80, 1e-12, random_at(0, "deal"))
+    assert all_once(parts, torch.arange(800)) and {*map(len, parts)} == {10}, "nobody has less"
 
 
 @pytest.mark.parametrize("sizes", [[1000, 999, 10], [50] * 6, [2048, 2344, 1670, 3929]])

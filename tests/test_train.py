@@ -1,12 +1,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import logits_by_hand, prepared, sgd_by_hand
 
-import fedavg
-from common import RunError, devices, random_at, ranks
+from common import RunError, devices, ranks
 from common.models import build
-from common.splits import Clients, shuffled
+from common.splits import Clients
 from common.train import (
     LocalTraining,
     Trainer,
@@ -17,8 +15,6 @@ from common.train import (
     weights_of,
 )
 
-SOLVERS = [fedavg.client_update, local_solver]
-
 
 def trained(trainer, ids=(0,), t=1, update=local_solver, **more):
     """What these clients return, who start from the initial weights."""
@@ -26,35 +22,6 @@ def trained(trainer, ids=(0,), t=1, update=local_solver, **more):
 
 
 # ----------------------------------------------------------------------------------- local training
-
-
-@pytest.mark.parametrize("flags", ["", "--momentum 0.9 --weight-decay 0.1 --lr-decay 0.5"])
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("t", [1, 3])
-@pytest.mark.usefixtures("start")
-def test_local_training_is_sgd(flags, solver, t):
-    words = "--model cnn --width 0.125 --partition iid --clients 3 --local-epochs 2 --lr 0.1 "
-    args, data, clients, trainer = prepared(fedavg, f"{words} --batch-size 16 {flags}")
-    done = []
-    trainer.progress = lambda *of_batch: done.append(of_batch)
-    thetas, _ = trained(trainer, (1, 0), t, solver)
-    assert {at for at, _ in done} == {t} and sum(s for _, s in done) == pytest.approx(1)
-    for theta, k in zip(thetas, (1, 0), strict=True):
-        expected = sgd_by_hand(args, data, trainer.model, trainer.initial, clients.train[k], t, k)
-        assert torch.allclose(theta, expected, atol=1e-5)
-        assert (expected - trainer.initial).abs().max() > 4e-3
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_clients_loss_is_the_mean_over_its_steps(tiny, trainer, solver):
-    trainer.local = LocalTraining(epochs=1, batch_size=16, lr=1e-9)
-    trainer.clients.train = [tiny.train[:50]]  # in batches of 16, 16, 16 and 2
-    order = shuffled(tiny.train[:50], random_at(0, "batches", 1, 0))
-    logits = logits_by_hand(trainer.model, trainer.initial, tiny, order)
-    of_samples = F.cross_entropy(logits, tiny.y[order], reduction="none")
-    expected = torch.stack([batch.mean() for batch in of_samples.split(16)]).mean()
-    assert torch.allclose(trained(trainer, update=solver)[1], expected, rtol=1e-4)
-    assert abs(of_samples.mean() - expected) > 1e-3 * expected, "a mean over samples is another one"
 
 
 def test_adams_first_step_has_the_size_of_the_learning_rate(trainer):
@@ -70,9 +37,12 @@ def draw(model, batches):
 
 def test_what_a_client_learns_and_draws_does_not_depend_on_who_trained_before(tiny, trainer):
     model = build("resblocks", (1, 8, 8), 3, width=0.01, dropout=0.5)
-    local = LocalTraining(epochs=2, lr=0.01, optimizer="adam")
+    local, done = LocalTraining(epochs=2, lr=0.01, optimizer="adam"), []
     trainer, before = Trainer(tiny, trainer.clients, model, local=local), torch.get_rng_state()
+    trainer.progress = lambda *of_batch: done.append(of_batch)
     both, _ = trained(trainer, (0, 1))
+    rounds, shares = zip(*done, strict=True)
+    assert {*rounds} == {1} and sum(shares) == pytest.approx(1), "the clock has moved by a round"
     [noise] = trainer.map(draw, trainer.initial, torch.tensor([0, 1]), [tiny.train] * 2, 1)
     assert torch.equal(torch.get_rng_state(), before), "training leaves the generator alone"
     torch.rand(7)

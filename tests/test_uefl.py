@@ -8,10 +8,9 @@ import scipy.stats
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import gradient_of, kept, outcome, prepared, read_rows, sgd_by_hand
+from helpers import gradient_of, outcome, prepared, sgd_by_hand
 from scipy.cluster.vq import kmeans2
 
-import fedavg
 import uefl
 from common import random_at
 from common.train import get_weights, set_weights
@@ -180,41 +179,40 @@ def test_the_average_is_numpys_over_the_clients_that_use_a_weight(dtype, rel, rn
 # ---------------------------------------------------------------- whole runs
 
 
-def tokens_by_hand(model, data, samples):
-    z = model.features(data.x[samples].float() / 127.5 - 1).flatten(2).mT
+def tokens_by_hand(trainer, samples):
+    z = trainer.model.features(trainer.x[samples].float() / 127.5 - 1).flatten(2).mT
     return F.layer_norm(z, z.shape[-1:])
 
 
-def losses_by_hand(args, model, data, samples, may_use):
+def losses_by_hand(args, trainer, samples, may_use):
     """Lines 12 to 16: logits, (z - c)^2 for each side that learns, and the whole loss."""
-    z, words = tokens_by_hand(model, data, samples), model.codebook.codewords
+    model, z = trainer.model, tokens_by_hand(trainer, samples)
+    words = model.codebook.codewords
     c = words[torch.cdist(z, words).masked_fill(~may_use, torch.inf).argmin(2)]
     logits = model.classifier((z + (c - z).detach()).mT)
     code_loss = args.commitment * (z - c.detach()).square().mean()
     code_loss = code_loss + args.beta * (z.detach() - c).square().mean()
-    return logits, code_loss, F.cross_entropy(logits, data.y[samples]) + code_loss
+    return logits, code_loss, F.cross_entropy(logits, trainer.y[samples]) + code_loss
 
 
-def test_a_whole_run_is_algorithm_1_by_hand(start):
+def test_a_whole_run_is_algorithm_1_by_hand(finished):
     words = CUT.replace(SILOS, "--partition domain --clients 3")
     words += "--model cnn --width 0.125 --optimizer sgd --lr 0.03 --dropout 0 "
-    folder = start(uefl, words)
-    args, data, clients, trainer = prepared(uefl, words)
+    run = finished(uefl, words)
+    args, data, clients, trainer = run.args, run.data, run.clients, run.trainer
     model, theta, t, e = trainer.model, trainer.initial, 0, [0, 0, 0]
-    may_use, rows, held = torch.ones(3, 4, dtype=torch.bool), read_rows(folder), clients.train
+    may_use, rows, held = torch.ones(3, 4, dtype=torch.bool), run.rows, clients.train
     n = np.array([[len(samples)] for samples in held])
 
-    def gradient(model, theta, data, batch):
-        """That of lines 12 to 16 for client k."""
+    def of_lines_12_to_16(trainer, theta, batch):
         set_weights(model, theta)
-        *_, loss = losses_by_hand(args, model, data, batch, may_use[k])
-        losses[k].append(loss.item())
-        return [gradient_of(loss, model)]
+        *_, loss = losses_by_hand(args, trainer, batch, may_use[k])
+        return loss, gradient_of(loss, model)
 
     for iteration, last in ((1, 2), (2, 3), (3, 4)):
         set_weights(model, theta)
         for k in [k for k in range(3) if e[k] > min(e)]:  # lines 8 to 10
-            z = tokens_by_hand(model, data, held[k]).detach().flatten(0, 1).double().numpy()
+            z = tokens_by_hand(trainer, held[k]).detach().flatten(0, 1).double().numpy()
             new, _ = kmeans2(z, 4, minit="++", rng=random_at(0, "codewords", t, k))
             model.codebook.extend(torch.from_numpy(new))
             own = (torch.arange(3) == k)[:, None].expand(3, 4)
@@ -222,10 +220,11 @@ def test_a_whole_run_is_algorithm_1_by_hand(start):
         theta = get_weights(model)
         while t < last:
             t += 1
-            ends, losses = [], [[], [], []]
+            ends, losses = [], []
             for k in range(3):
-                end = sgd_by_hand(args, data, model, theta, held[k], t, k, gradient)
+                end, loss = sgd_by_hand(run, theta, t, k, of_lines_12_to_16)
                 ends.append(end.numpy())
+                losses.append(loss)
             weights = n * np.ones_like(ends)
             own = may_use.numpy().repeat(model.codebook.codewords.shape[1], 1)
             weights[:, : own.shape[1]] *= own
@@ -234,13 +233,13 @@ def test_a_whole_run_is_algorithm_1_by_hand(start):
             e, right, code = [], [], []
             for k, samples in enumerate(clients.test):  # line 22
                 with torch.no_grad():  # a graph would hold the old number of codewords
-                    logits, code_loss, _ = losses_by_hand(args, model, data, samples, may_use[k])
+                    logits, code_loss, _ = losses_by_hand(args, trainer, samples, may_use[k])
                 p = logits.softmax(1)
                 e.append(scipy.stats.entropy(p, axis=1).mean())
                 right.append((p.argmax(1) == data.y[samples]).float().mean().item())
                 code.append(code_loss.item())
             columns = {
-                "train_loss": np.mean([*map(np.mean, losses)]), "code_loss": np.mean(code),
+                "train_loss": np.mean(losses), "code_loss": np.mean(code),
                 "mE": np.mean(e), "mA": np.mean(right), "accuracies": right, "uncertainties": e,
                 "turned_accuracy": right[2], "turned_extended": may_use[2].sum() > 4,
                 "codewords": may_use.sum(1), "iteration": iteration,
@@ -252,21 +251,9 @@ def test_a_whole_run_is_algorithm_1_by_hand(start):
     answers = model(data.x[data.test].float() / 127.5 - 1)[0].argmax(1)
     expected = (answers == data.y[data.test]).float().mean().item()
     assert float(rows[-1]["ood_accuracy"]) == pytest.approx(expected, abs=1e-5)
-    assert torch.allclose(kept(folder)["theta"], theta, atol=1e-4)
+    assert torch.allclose(run.state["theta"], theta, atol=1e-4)
 
 
 def test_an_infinite_threshold_never_extends_and_is_vq_fedavg(start):
     never = outcome(start(uefl, CUT + "--gamma 1e9"))
     assert never == outcome(start(uefl, CUT + "--out vq --iterations 1"))
-
-
-def test_without_a_codebook_it_is_fedavg(start):
-    same = "--model resblocks --width 0.01 --rotate 0 90 --partition domain --local-epochs 2 "
-    same += "--batch-size 10 --rounds 3 --no-compare --participating 2 --lr 0.1 "
-    plain = "--codebook-size 0 --no-token-norm --dropout 0 --optimizer sgd --out uefl"
-    mine, theirs = (
-        read_rows(start(uefl, same + plain)),
-        read_rows(start(fedavg, same + "--sample 2")),
-    )
-    for column in ("train_loss", "id_accuracy", "ood_accuracy"):
-        assert [row[column] for row in mine] == [row[column] for row in theirs]

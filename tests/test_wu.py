@@ -1,13 +1,13 @@
 """The three methods of Wu et al.: entropy weighting, minimax selection, convex-hull selection."""
 
 from argparse import Namespace
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
-from helpers import kept, largest_by_numpy, prepared, read_rows, sgd_by_hand
+from helpers import largest_by_numpy, sgd_by_hand
 from scipy.optimize import linprog
 from torch.nn.functional import normalize
 
@@ -16,12 +16,13 @@ import entropy_weighting
 import minimax_select
 from common import UserError, random_at
 from common.splits import sample
+from common.train import local_solver
 from convex_hull_select import hull_vertices
 from entropy_weighting import entropy_weights, label_entropy
 from minimax_select import minimax_clients
 
 CUT = "--model cnn --width 0.125 --local-epochs 1 --clients 8 --participating 6 --dirichlet 0.5 "
-CUT += "--partition dirichlet --rounds 3 --lr 0.1 --batch-size 32 --no-compare "
+CUT += "--partition dirichlet --rounds 3 --lr 0.1 --batch-size 8 --no-compare "
 METHODS = {  # the hull has at most 6 vertices
     entropy_weighting: "--sample 2 ",
     minimax_select: "--sample 2 ",
@@ -52,17 +53,6 @@ def test_label_counts_that_are_none_are_refused():
 
 
 # ---------------------------------------------------------------- minimax selection
-
-
-@pytest.mark.parametrize(("best", "largest"), [(min, False), (max, True)])
-def test_minimax_and_its_mirror_are_equation_16_over_all_subsets(best, largest, rng):
-    m = 8
-    g = normal(rng, m, 5) * torch.arange(1, m + 1)[:, None]
-    worst = largest_by_numpy(g).round(6)  # two clients that are each other's nearest are a tie
-    for k in range(1, m + 1):
-        subsets = combinations(range(m), k)
-        expected = best(subsets, key=lambda subset: worst[list(subset)].sum().round(5))
-        assert minimax_clients(g, k, largest).tolist() == [*expected]
 
 
 @pytest.mark.parametrize("select", [minimax_clients, hull_vertices])
@@ -126,8 +116,11 @@ def test_selections_are_right_for_any_type_and_length(dtype, unit, rng):
     g[5] *= 50_000 / g[5].norm()
     g = (unit * g).to(dtype)
     exact, held = g.double() / unit, g.clone().requires_grad_()
-    best = largest_by_numpy(exact).round(6).argsort(kind="stable")
-    assert minimax_clients(held, 4).tolist() == sorted(best[:4])
+    worst = largest_by_numpy(exact).round(6)  # two that are each other's nearest are a tie
+    for k, (best, mirror) in product((1, 4, 11), ((min, False), (max, True))):
+        subsets = combinations(range(12), k)  # equation 16
+        expected = best(subsets, key=lambda subset: worst[list(subset)].sum().round(5))
+        assert minimax_clients(held, k, mirror).tolist() == [*expected]
     for dim in (2, 3):
         assert hull_vertices(held, dim).tolist() == exact_hull(exact, dim)
         assert hull_vertices(held, dim, scale=True).tolist() == exact_hull(normalize(exact), dim)
@@ -160,71 +153,53 @@ def selected_by_hand(method, table, t, more=""):
     return exact_hull(normalize(table.double()) if "unit" in more else table, 2)
 
 
+MOMENTUM = "--momentum 0.9 --weight-decay 0.1 --lr-decay 0.5"
+BATCH_NORM = "--model resblocks --width 0.01 --lr 0.01 --batch-size 32"
 VARIANTS = [(method, "") for method in METHODS]
 VARIANTS += [(entropy_weighting, "--weighting equal"), (minimax_select, "--selection random")]
-VARIANTS += [(minimax_select, "--selection maxsim --weighting size")]
+VARIANTS += [(minimax_select, "--selection maxsim --weighting size " + MOMENTUM)]
 VARIANTS += [(convex_hull_select, "--unit-length --weighting size --seed 1")]
+VARIANTS += [(minimax_select, BATCH_NORM), (convex_hull_select, BATCH_NORM)]
 
 
 @pytest.mark.parametrize(("method", "more"), VARIANTS)
-def test_three_rounds_are_the_paper_by_hand(start, method, more):
-    words = f"{CUT} {METHODS[method]} {more}"
-    folder = start(method, words)
-    args, data, clients, trainer = prepared(method, words)
-    labels = [data.y[samples].bincount() for samples in clients.train]
+def test_three_rounds_are_the_paper_by_hand(finished, method, more):
+    """The statistics of batch norm move the model, and select nobody."""
+    run = finished(method, f"{CUT} {METHODS[method]} {more}")
+    clients, trainer = run.clients, run.trainer
+    labels = [run.data.y[samples].bincount() for samples in clients.train]
     h = torch.tensor([scipy.stats.entropy(count) for count in labels]).float()
-    w = trainer.initial
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    w, differs = trainer.initial, 0
 
-    def update(t, k):
-        return w - sgd_by_hand(args, data, trainer.model, w, clients.train[k], t, k)
+    def trained(t, k):
+        if more == BATCH_NORM:  # statistics have no gradient
+            ends, losses = trainer.train(local_solver, w, torch.tensor([k]), t)
+            return ends[0], losses.item()
+        return sgd_by_hand(run, w, t, k)
 
-    table = torch.stack([update(0, k) for k in range(6)])  # line 1
-    differs = 0
-    for t, row in enumerate(read_rows(folder), 1):
-        selected = selected_by_hand(method, table, t, more)
+    table = torch.stack([w - trained(0, k)[0] for k in range(6)])  # line 1
+    for t, row in enumerate(run.rows, 1):
+        selected = selected_by_hand(method, table[:, :parameters], t, more)
         differs += selected != selected_by_hand(method, table, t)
-        assert row["selected"] == " ".join(map(str, selected))
-        for k in selected:
-            table[k] = update(t, k)
+        assert run.selected[t - 1] == selected
+        ends, losses = zip(*[trained(t, k) for k in selected], strict=True)
+        table[selected] = w - torch.stack(ends)
+        assert float(row["train_loss"]) == pytest.approx(np.mean(losses), rel=1e-4)
         alpha = torch.full((len(selected),), 1 / len(selected))
-        if "size" in more:
+        if "weighting size" in more:
             n = torch.tensor([float(len(clients.train[k])) for k in selected])
             alpha = n / n.sum()
         if method is entropy_weighting and not more:
             alpha = h[selected].exp() / h[selected].exp().sum()
             assert float(row["objective"]) == pytest.approx((alpha @ h[selected]).item(), rel=1e-4)
         w = w - alpha @ table[selected]
-    assert t == 3 and torch.allclose(kept(folder)["w"], w, atol=1e-5)
+    assert t == 3 and torch.allclose(run.state["w"], w, atol=1e-5)
     assert bool(differs) == bool(more.replace("--weighting equal", "")), (
         "other flags would select the same clients"
     )
     if method is not entropy_weighting:
-        assert torch.allclose(kept(folder)["table"], table, atol=1e-5)
-
-
-@pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
-def test_the_statistics_of_batch_norm_move_the_model_and_select_nobody(start, method):
-    """Also in a notebook, where federate() runs without the runner."""
-    words = f"{CUT} {METHODS[method]} --model resblocks --width 0.01 --lr 0.01"
-    args, _, clients, trainer = prepared(method, words)
-    n, train, uploads = sum(p.numel() for p in trainer.model.parameters()), trainer.train, []
-
-    def noted(*wanted):
-        uploads.append(train(*wanted))
-        return uploads[-1]
-
-    trainer.train, w, differs = noted, trainer.initial, False
-    for t, (state, row) in enumerate(method.federate(args, clients, trainer, {}), 1):
-        if t == 1:
-            table = (w - uploads[0][0]).clone()
-        selected = selected_by_hand(method, table[:, :n], t)
-        differs = differs or selected != selected_by_hand(method, table, t)
-        assert row["selected"].tolist() == selected
-        table[selected] = w - uploads[-1][0]
-        w = w - table[selected].mean(0)
-        assert torch.allclose(state["w"], w, atol=1e-6)
-        assert torch.allclose(state["table"], table[:, :n], atol=1e-6)
-    assert t == 3 and differs, "with the statistics, others would have been selected"
+        assert torch.allclose(run.state["table"], table[:, :parameters], atol=1e-5)
 
 
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])

@@ -61,7 +61,7 @@ class ExtensibleCodebook(nn.Module):
         indices = usable[distances.argmin(1)]  # line 13, equation 4
         c = self.codewords[indices]
         # Both are means, and the first has a weight of 0.25, as in the authors' code. The paper
-        # has sums, and beta, without a value, for the second
+        # has sums, and beta, without a value, for the second, where VQ-VAE has it for the first
         loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
         loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
         # As in VQ-VAE, the task's gradient for c goes to z; codewords learn from L_code alone

@@ -21,7 +21,7 @@ def draw(file: Path) -> None:
         axes.scatter(x[:M], y[:M], s=60, color=plots.COLOURS[5])
         axes.scatter(x[selected], y[selected], s=60, color=plots.COLOURS[5], ec="black", lw=2)
         axes.text(
-            3.5, 4.7, f"M = {M} participate; ringed: K = {K} selected in this round", ha="center"
+            3.5, 4.7, f"M = {M} clients participate; ringed: K = {K} train in a round", ha="center"
         )
         axes.text(13.5, 4.7, f"N - M = {N - M} never train", ha="center")
         axes.set(aspect="equal", ylim=(-0.6, 5.4))

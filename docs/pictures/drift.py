@@ -52,6 +52,8 @@ def draw(file: Path) -> None:
                 axes.plot(*GOALS[k], "s", color=colour, ms=8, label=f"best for client {k}")
             axes.plot(*server[-1], "o", color="black", ms=6, label="where the rounds settle")
             axes.set(title=f"{steps} local step{'s' * (steps > 1)} a round", xticks=[], yticks=[])
+            axes.set_xlabel("first weight of the model")
+        figure.axes[0].set_ylabel("second weight")
         figure.legend(*axes.get_legend_handles_labels(), loc=plots.BELOW, ncols=4)
 
 

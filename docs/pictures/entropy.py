@@ -28,9 +28,11 @@ def draw(file: Path) -> None:
                 100 * share, effective(share, classes), style, color=plots.COLOURS[i], label=label
             )
         toy = torch.tensor([1.0, 0.5, 0.9], dtype=torch.float64)
-        axes.plot(100 * toy, effective(toy, 2), "o", color="black", label="the toy's three clients")
+        axes.plot(
+            100 * toy, effective(toy, 2), "o", color="black", label="clients of the toy below"
+        )
         axes.set(xlabel="share of a client's largest class (percent); the others share the rest")
-        axes.set(ylabel="exp(H)", ylim=(0, 10.5), xlim=(8, 102))
+        axes.set(ylabel="effective number of classes, exp(H)", ylim=(0, 10.5), xlim=(8, 102))
         axes.legend()
 
 

@@ -61,8 +61,12 @@ def draw_minimax(file: Path, shown=(1, 30, 100)) -> None:
             colours = np.where(is_rare, ORANGE, GREY)
             panels[t].scatter(score, range(len(score)), s=14, color=colours)
             panels[t].scatter(score[selected], selected, s=50, fc="none", ec="black", lw=0.8)
-            panels[t].set(title=f"before round {t}", xlabel="largest cosine")
+            panels[t].set(title=f"before round {t}", xlabel="largest cosine to another client")
         panels[shown[0]].set(ylabel="client")
+        for colour, label in ((GREY, "common classes"), (ORANGE, "a class of its own")):
+            panels[t].scatter([], [], s=14, color=colour, label=label)
+        panels[t].scatter([], [], s=50, fc="none", ec="black", lw=0.8, label="trains in the round")
+        figure.legend(loc=plots.BELOW, ncols=3)
 
 
 def draw_hull(file: Path) -> None:

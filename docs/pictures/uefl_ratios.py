@@ -29,12 +29,14 @@ def draw(file: Path, rows: list[dict[str, str]]) -> None:
             axes.plot(rounds, ratios[:, k], plots.LINES[i], color=plots.COLOURS[i], label=label)
         for gamma in (0.05, 0.3, 3):
             axes.hlines(1 + gamma, 0.5, rounds[-1], color="0.5", ls=":", lw=0.9)
-            axes.text(rounds[-1] + 0.3, 1 + gamma, f"gamma {gamma}", va="center", color="0.35")
+            axes.text(
+                rounds[-1] + 0.3, 1 + gamma, f"limit, gamma {gamma}", va="center", color="0.35"
+            )
         for end in ends:
             label = "words are added" if end == ends[0] else None
             axes.axvline(end, color="0.7", lw=0.8, label=label)
         axes.set(title="uncertainty, as a multiple of that of the most certain silo")
-        axes.set(xlabel="round", xlim=(0.5, rounds[-1] + 2.5), ylim=(0.9, 4.2))
+        axes.set(xlabel="round", xlim=(0.5, rounds[-1] + 3.5), ylim=(0.9, 4.2))
         axes.set_xticks(range(0, rounds[-1] + 1, 3))
         figure.legend(loc=plots.BELOW, ncols=4, columnspacing=1)
 

@@ -3,11 +3,11 @@ from itertools import combinations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import kept, prepared, read_rows, selections
+from helpers import kept, sgd_by_hand
 
 import convex_hull_select
 import minimax_select
-from common import random_at, splits, train
+from common import random_at, splits
 
 CUT = "--model cnn --width 0.125 --local-epochs 1 --lr 0.1 --partition dirichlet --dirichlet 0.5 "
 CUT += "--clients 8 --participating 6 --rounds 5 --no-compare "
@@ -34,32 +34,31 @@ def minimax_by_brute_force(table, here):
     return min(combinations(here, 2), key=lambda pair: sum(worst[i] for i in pair))
 
 
-def test_newcomers_enter_the_table_and_only_present_clients_are_compared(start):
+def test_newcomers_enter_the_table_and_only_present_clients_are_compared(finished):
     """The same by hand: the table is a dict, and clients train one at a time."""
-    folder = start(minimax_select, CUT + "--sample 2 --churn 0.4")
-    *_, trainer = prepared(minimax_select, CUT + "--sample 2")
-    w, table, expected, entered = trainer.initial, {}, [], []
+    run = finished(minimax_select, CUT + "--sample 2 --churn 0.4")
+    w, table, expected, entered = run.trainer.initial, {}, [], []
 
-    def train_alone(k, t):
-        return w - trainer.train(train.local_solver, w, torch.tensor([k]), t)[0][0]
+    def update(k, t):
+        return w - sgd_by_hand(run, w, t, k)[0]
 
     for t in range(1, 6):
         here = present_in(t, 0.4)
         new = [k for k in here if k not in table]
-        table |= {k: train_alone(k, 0) for k in new}
+        table |= {k: update(k, 0) for k in new}
         selected = minimax_by_brute_force(table, here)
-        table |= {k: train_alone(k, t) for k in selected}
+        table |= {k: update(k, t) for k in selected}
         w = w - sum(table[k] for k in selected) / 2
         expected.append([*selected])
         entered.append(len(new))
     assert sum(n > 0 for n in entered) > 1, "somebody came later"
-    assert selections(read_rows(folder)) == expected
-    assert torch.allclose(kept(folder)["w"], w, atol=1e-5)
+    assert run.selected == expected
+    assert torch.allclose(run.state["w"], w, atol=1e-5)
 
 
-def test_the_hull_is_that_of_present_clients(start):
-    rows = read_rows(start(convex_hull_select, CUT + "--churn 0.4 --hull-dim 1 --sample 6"))
-    for t, selected in enumerate(selections(rows), 1):
+def test_the_hull_is_that_of_present_clients(finished):
+    run = finished(convex_hull_select, CUT + "--churn 0.4 --hull-dim 1 --sample 6")
+    for t, selected in enumerate(run.selected, 1):
         assert selected and {*selected} <= {*present_in(t, 0.4)}
 
 

@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-from helpers import prepared, read_rows, selections
 
 import entropy_weighting
 from common import UserError
@@ -20,13 +19,13 @@ def test_cosine_weights_on_a_worked_example():
 
 
 @pytest.mark.parametrize(("share", "left"), [(0.5, 3), (0.1, 5), (0.0, 6)])
-def test_clients_with_the_largest_entropy_never_train(start, share, left):
-    rows = read_rows(start(entropy_weighting, CUT + f"--expel {share} --sample {left}"))
-    _, data, clients, _ = prepared(entropy_weighting, CUT)
-    shares = [data.y[samples].bincount() / len(samples) for samples in clients.train[:6]]
+def test_clients_with_the_largest_entropy_never_train(finished, share, left):
+    run = finished(entropy_weighting, CUT + f"--expel {share} --sample {left}")
+    held = run.clients.train[:6]
+    shares = [run.data.y[samples].bincount() / len(samples) for samples in held]
     entropies = [-sum(q * math.log(q) for q in p.tolist() if q) for p in shares]
     expected = sorted(sorted(range(6), key=entropies.__getitem__)[:left])
-    assert selections(rows) == [expected] * 3
+    assert run.selected == [expected] * 3
 
 
 def test_more_clients_than_are_left_are_refused(start):

@@ -1,7 +1,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import kept, prepared, read_rows, selections
 
 import convex_hull_select
 import minimax_select
@@ -19,17 +18,17 @@ CUT += "--clients 8 --participating 6 --sample 3 --rounds 5 --no-compare "
         (convex_hull_select, "--model cnn --event-threshold 1e9"),
     ],
 )
-def test_the_old_update_stands_for_a_client_that_hardly_moved(start, method, words):
+def test_the_old_update_stands_for_a_client_that_hardly_moved(finished, method, words):
     """By hand, for the selected clients. Batch norm's statistics are those of the uploads alone."""
-    folder = start(method, CUT + words)
-    *_, trainer = prepared(method, CUT + words)
+    run = finished(method, CUT + words)
+    trainer = run.trainer
     threshold, w, n = float(words.split()[-1]), trainer.initial, trainer.parameters
 
     def train_alone(k, t):
         return w - trainer.train(train.local_solver, w, torch.tensor([k]), t)[0][0]
 
-    table, uploads, rows = {k: train_alone(k, 0)[:n] for k in range(6)}, [], read_rows(folder)
-    for t, selected in enumerate(selections(rows), 1):
+    table, uploads = {k: train_alone(k, 0)[:n] for k in range(6)}, []
+    for t, selected in enumerate(run.selected, 1):
         new = {k: train_alone(k, t) for k in selected}
         far = [k for k in new if (new[k][:n] - table[k]).norm() >= threshold * table[k].norm()]
         table |= {k: new[k][:n] for k in far}
@@ -38,6 +37,6 @@ def test_the_old_update_stands_for_a_client_that_hardly_moved(start, method, wor
         uploads.append(len(far))
     assert 0 < sum(uploads) < 15 if threshold < 1 else not sum(uploads)
     models = 2 * 6 + sum(3 + n for n in uploads)  # 6 clients before round 1, and 3 in each round
-    assert float(rows[-1]["megabytes"]) == pytest.approx(4e-6 * len(w) * models, rel=1e-5)
-    assert torch.allclose(kept(folder)["w"], w, atol=1e-5)
-    assert torch.allclose(kept(folder)["table"], torch.stack([*table.values()]), atol=1e-5)
+    assert float(run.rows[-1]["megabytes"]) == pytest.approx(4e-6 * len(w) * models, rel=1e-5)
+    assert torch.allclose(run.state["w"], w, atol=1e-5)
+    assert torch.allclose(run.state["table"], torch.stack([*table.values()]), atol=1e-5)

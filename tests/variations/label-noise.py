@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from common.noise import trimmed_mean, with_noise
-from helpers import kept, make_tiny, prepared, read_rows, selections
+from helpers import make_tiny
 from scipy.stats import chisquare, trim_mean
 
 import convex_hull_select
@@ -33,15 +33,14 @@ def test_the_requested_share_of_labels_changes_evenly_into_other_classes():
     assert torch.equal(with_noise(data, everybody, 0.0, 1.0, seed=0).y, labels)
 
 
-def test_a_run_trains_on_the_wrong_labels_and_is_tested_on_the_right_ones(start):
-    folder = start(minimax_select, CUT + "--label-noise 1 0.9")
-    _, data, clients, trainer = prepared(minimax_select, CUT)
-    (row,) = rows = read_rows(folder)
-    selected = torch.tensor(selections(rows)[0])
+def test_a_run_trains_on_the_wrong_labels_and_is_tested_on_the_right_ones(finished):
+    run = finished(minimax_select, CUT + "--label-noise 1 0.9")
+    data, clients, trainer = run.data, run.clients, run.trainer
+    (row,), selected = run.rows, torch.tensor(run.selected[0])
     trainer.y = with_noise(data, clients, 1, 0.9, seed=0).y
     w_i, losses = trainer.train(local_solver, trainer.initial, selected, 1)
     expected = trainer.evaluate(w_i.mean(0), 1, selected, losses)  # with the labels of `data`
-    assert torch.allclose(kept(folder)["w"], w_i.mean(0), atol=1e-6)
+    assert torch.allclose(run.state["w"], w_i.mean(0), atol=1e-6)
     assert float(row["id_accuracy"]) == pytest.approx(expected["id_accuracy"].item(), abs=1e-5)
     assert torch.equal(data.y, make_tiny().y), "the other runs share them"
     train = torch.cat(clients.train)
@@ -57,12 +56,11 @@ def test_a_trimmed_mean_drops_at_least_one_value_at_each_end_but_leaves_one():
 
 
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
-def test_a_round_takes_the_trimmed_mean_of_its_updates(start, method):
-    folder = start(method, CUT + "--trim 0.34")
-    before = prepared(method, CUT)[-1].initial.numpy()
-    (selected,) = selections(read_rows(folder))
-    g = kept(folder)["table"][selected].numpy()
-    assert np.allclose(kept(folder)["w"], before - trim_mean(g, 0.34), atol=1e-6)
+def test_a_round_takes_the_trimmed_mean_of_its_updates(finished, method):
+    run = finished(method, CUT + "--trim 0.34")
+    before, (selected,) = run.trainer.initial.numpy(), run.selected
+    g = run.state["table"][selected].numpy()
+    assert np.allclose(run.state["w"], before - trim_mean(g, 0.34), atol=1e-6)
     assert not np.allclose(trim_mean(g, 0.34), g.mean(0), atol=1e-3)
 
 

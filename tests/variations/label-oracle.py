@@ -5,7 +5,7 @@ import pytest
 import scipy.stats
 import torch
 from common.oracle import compared_with_oracle, oracle_clients
-from helpers import prepared, read_rows, selections
+from helpers import read_rows
 
 import convex_hull_select
 import minimax_select
@@ -43,13 +43,13 @@ def test_no_other_k_clients_have_a_larger_sum_or_leave_out_less(by, rng):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_oracles_clients_train_in_each_round(start, kind):
-    rows = read_rows(start(minimax_select, f"{CUT} --selection {kind}"))
-    _, data, clients, _ = prepared(minimax_select, CUT)
-    counts = [data.y[samples].bincount(minlength=3).numpy() for samples in clients.train[:7]]
+def test_the_oracles_clients_train_in_each_round(finished, kind):
+    run = finished(minimax_select, f"{CUT} --selection {kind}")
+    held = run.clients.train[:7]
+    counts = [run.data.y[samples].bincount(minlength=3).numpy() for samples in held]
     values = by_scipy(np.stack(counts), kind)
-    assert selections(rows) == [sorted(np.argsort(values)[-3:].tolist())] * 2
-    assert kind != "oracle" or [row["shared_with_oracle"] for row in rows] == ["3", "3"]
+    assert run.selected == [sorted(np.argsort(values)[-3:].tolist())] * 2
+    assert kind != "oracle" or [row["shared_with_oracle"] for row in run.rows] == ["3", "3"]
 
 
 def test_the_hull_has_the_same_columns(start):

@@ -1,5 +1,5 @@
 import torch
-from helpers import kept, prepared, read_rows
+from helpers import read_rows
 
 import uefl
 from common import splits
@@ -9,12 +9,12 @@ CUT += "--local-epochs 2 --batch-size 10 --lr 0.003 --codebook-size 4 --segments
 CUT += "--rounds 2 --later-rounds 1 --no-compare "
 
 
-def test_the_newest_codewords_of_a_client_replace_its_earlier_ones(start):
-    folder = start(uefl, CUT + "--iterations 3")
-    rows, may_use = read_rows(folder), kept(folder)["may_use"]
-    assert [row["codewords"] for row in rows] == ["4 4 4"] * 2 + ["8 8 8"] * 2, "certain ones, too"
+def test_the_newest_codewords_of_a_client_replace_its_earlier_ones(finished):
+    run = finished(uefl, CUT + "--iterations 3")
+    held = [row["codewords"] for row in run.rows]
+    assert held == ["4 4 4"] * 2 + ["8 8 8"] * 2, "certain ones, too"
     own = torch.eye(3).bool().repeat_interleave(4, 1)  # nobody else may use or change them
-    assert may_use.equal(torch.cat([own, torch.zeros_like(own), own], 1))
+    assert run.state["may_use"].equal(torch.cat([own, torch.zeros_like(own), own], 1))
 
 
 def test_ood_uses_no_codeword_that_was_replaced(start, monkeypatch):
@@ -39,13 +39,13 @@ def test_ood_uses_no_codeword_that_was_replaced(start, monkeypatch):
     assert evaluated[-1].tolist() == [True] * 12 + [False] * 12 + [True] * 12
 
 
-def test_each_client_trains_its_own_copy_of_the_first_codebook(start):
+def test_each_client_trains_its_own_copy_of_the_first_codebook(finished):
     """The first round by hand: a client's codewords are those that it has trained alone."""
     words = CUT + "--iterations 1 --rounds 1 "
-    found = kept(start(uefl, words))["theta"]
-    _, _, clients, trainer = prepared(uefl, words)
+    run = finished(uefl, words)
+    trainer, found = run.trainer, run.state["theta"]
     every = {"may_use": torch.ones(3, 4, dtype=torch.bool)}
-    ends, _ = trainer.train(uefl.client_update, trainer.initial, clients.ids, 1, every)
+    ends, _ = trainer.train(uefl.client_update, trainer.initial, run.clients.ids, 1, every)
     own = ends[:, : 4 * 8]
     assert torch.allclose(found, torch.cat([own.flatten(), ends[:, 32:].mean(0)]), atol=1e-5)
     assert not torch.allclose(own[0], own[1], atol=1e-3), "the copies go different ways"

@@ -2,15 +2,7 @@
 
 import pytest
 import torch
-from helpers import (
-    kept,
-    loss_and_gradient,
-    outcome,
-    prepared,
-    read_rows,
-    selections,
-    sgd_by_hand,
-)
+from helpers import loss_and_gradient, outcome, sgd_by_hand
 
 import fedavg
 from common import UserError
@@ -19,20 +11,20 @@ CUT = "--model cnn --width 0.125 --batch-size 16 --lr 0.1 --partition dirichlet 
 CUT += "--clients 5 --participating 4 --sample 2 --weighting size --local-epochs 2 --no-compare "
 
 
-def test_two_rounds_are_algorithm_1_by_hand(start):
-    folder = start(fedavg, CUT + "--rounds 2")
-    args, data, clients, trainer = prepared(fedavg, CUT)
-    w, samples, found = trainer.initial, clients.train, kept(folder)
+def test_two_rounds_are_algorithm_1_by_hand(finished):
+    run = finished(fedavg, CUT + "--rounds 2")
+    w, samples, found = run.trainer.initial, run.clients.train, run.state
     c, c_k, steps = 0 * w, [0 * w] * 4, [0] * 4
 
     def corrected(*where):
         steps[k] += 1
-        return [loss_and_gradient(*where)[1] - c_k[k] + c]
+        loss, gradient = loss_and_gradient(*where)
+        return loss, gradient - c_k[k] + c
 
-    for t, selected in enumerate(selections(read_rows(folder)), 1):
+    for t, selected in enumerate(run.selected, 1):
         ends, change, steps = {}, {}, [0] * 4
         for k in selected:
-            ends[k] = sgd_by_hand(args, data, trainer.model, w, samples[k], t, k, corrected)
+            ends[k], _ = sgd_by_hand(run, w, t, k, corrected)
             change[k] = (w - ends[k]) / (steps[k] * 0.1) - c
         n = sum(len(samples[k]) for k in selected)
         w = sum(len(samples[k]) / n * ends[k] for k in selected)

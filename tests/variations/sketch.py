@@ -1,7 +1,6 @@
 import pytest
 import torch
 from common.sketch import sketch
-from helpers import kept, prepared
 
 import convex_hull_select
 import minimax_select
@@ -21,11 +20,11 @@ def test_each_coordinate_is_added_to_one_sum_with_a_random_sign():
 
 
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
-def test_the_table_holds_sketches_of_the_parameters_alone(start, method):
+def test_the_table_holds_sketches_of_the_parameters_alone(finished, method):
     words = CUT + ("--hull-dim 5 " if method is convex_hull_select else "")  # selects all
-    folder = start(method, f"{words} --rounds 1 --sketch 50 --no-compare")
-    _, _, clients, trainer = prepared(method, words)
-    g = trainer.initial - trainer.train(local_solver, trainer.initial, clients.ids, 1)[0]
-    assert torch.allclose(kept(folder)["w"], trainer.initial - g.mean(0), atol=1e-6)
+    run = finished(method, f"{words} --rounds 1 --sketch 50 --no-compare")
+    trainer = run.trainer
+    g = trainer.initial - trainer.train(local_solver, trainer.initial, run.clients.ids, 1)[0]
+    assert torch.allclose(run.state["w"], trainer.initial - g.mean(0), atol=1e-6)
     expected = sketch(g[:, : trainer.parameters], 50)
-    assert torch.allclose(kept(folder)["table"], expected, atol=1e-6)
+    assert torch.allclose(run.state["table"], expected, atol=1e-6)
