@@ -200,14 +200,18 @@ def test_the_sentences_on_what_fedavg_reaches_repeat_from_their_csv():
              for lr in (0.1, 0.03)]  # fmt: skip
     says = "with {:.1f} against {:.1f} for 0.03 on MNIST, and {:.1f} against {:.1f} on CIFAR-10"
     assert says.format(*tried) in text
-    correct = curves("cifar10/dirichlet-0.5")
-    assert f"jumps by {abs(np.diff(correct[:, 20:])).mean():.1f} points" in text
-    more, less = (
-        (curves(f"causes/{name}") - correct[:, :20])[:, 15:].mean()
-        for name in ("batch-norm", "own-samples")
-    )
-    assert f"Batch norm brings {more:.1f} points" in text
-    assert f"has {-less:.1f} points less" in text
+    at_50 = curves("cifar10/dirichlet-0.5")
+    assert f"jumps by {abs(np.diff(at_50[:, 20:])).mean():.1f} points" in text
+    correct = curves("causes/correct")
+    assert "seed 811 fell from {:.1f} to {:.1f} in round 37".format(*correct[1, 35:]) in text
+
+    def gain(name):
+        """Over the correct one, for as many seeds as there are."""
+        found = curves(f"causes/{name}")
+        return (found - correct[: len(found), :20])[:, 15:].mean()
+
+    assert f"Batch norm brings {gain('batch-norm'):.1f} points" in text
+    assert f"has {-gain('own-samples'):.1f} points less" in text
     costs = [
         curves(f"{data}/iid", column)[:, 49] * unit
         for column, unit in (("samples", 1e-6), ("megabytes", 1))
@@ -222,6 +226,8 @@ def test_the_sentences_on_what_fedavg_reaches_repeat_from_their_csv():
         ("77.7", "mnist/shards", 7), ("93.8", "mnist/shards", 45),
     ):  # fmt: skip
         assert f"| {theirs} | {curves(name)[:, first : first + 5].mean():.1f} |" in text
+    equal = at_50[:, 45:].mean() - curves("causes/all-clients")[:, 2:7].mean()
+    assert f"they have {equal:.1f} points less" in text
     assert f"we have {curves('cifar10/iid')[:, 7:12].mean():.1f}." in text
 
 
