@@ -68,6 +68,29 @@ def also(rows):
     return lines
 
 
+def reached(rows):
+    """What FedAvg reaches: mean, smallest and largest of the evaluations around these rounds."""
+    at = [10, 20, 50]
+    lines = [["", *(f"round {t}" for t in at), "seeds"]]
+    for c in rows:
+        cells = []
+        for t in at:
+            v = c.values[0][..., around(t)(c.rounds)]
+            text = f"{v.mean():.1f} ({v.min():.1f} to {v.max():.1f})"
+            cells.append(text if t in c.rounds else DASH)
+        lines.append([c.label, *cells, f"{len(c.common)}"])
+    return lines
+
+
+def causes(rows):
+    """What a change brings: both sides, and the difference of each seed."""
+    lines = [["", "accuracy", "instead of", "difference, by seed"]]
+    for c in rows:
+        by_seed = ", ".join(f"{d:+.1f}" for d in c.difference())
+        lines.append([c.label, *(f"{side.mean():.1f}" for side in c.sides()), by_seed])
+    return lines
+
+
 def table(rows):
     """Method and baseline, with the paper's effect, and ours at its level with p and the round."""
     header = ["", "method", "baseline", "difference", "p of zero", "seeds"]
@@ -119,17 +142,20 @@ def picture(file, rows):
 def curves(file, lines, runs):
     """The curves on a method's page, from runs: experiment -> seed -> run.
 
-    lines  those of curves.csv: each names a label, its experiment, and the columns of all panels
+    lines  those of curves.csv: each names a label, its experiment, and the columns of its panels;
+           lines with the same panel share them, and its name is their title if it is not empty
     """
     found = []
-    for column in lines[0]["columns"].split():
-        of_labels = {}
-        for line in lines:
-            of_runs = [series(run, column) for run in runs[line["experiment"]].values()]
-            values = np.array([[*of_run.values()] for of_run in of_runs])
-            of_labels[line["label"]] = ([*of_runs[0]], values)
-        title = "accuracy, turned silos" if "[" in column else measure_of(column).title
-        found.append((column, title, of_labels))
+    for panel, of_panel in groupby(lines, lambda line: line["panel"]):
+        of_panel = [*of_panel]
+        for column in of_panel[0]["columns"].split():
+            of_labels = {}
+            for line in of_panel:
+                of_runs = [series(run, column) for run in runs[line["experiment"]].values()]
+                values = np.array([[*of_run.values()] for of_run in of_runs])
+                of_labels[line["label"]] = ([*of_runs[0]], values)
+            title = "accuracy, turned silos" if "[" in column else measure_of(column).title
+            found.append((column, panel or title, of_labels))
     classes = 2 if file.stem == "fediir" else 10
     plots.panels(file, found, classes, [6, 12] if "uefl" in file.stem else [])
 
@@ -140,7 +166,7 @@ def main():
     rows = [*chain(*blocks.values())]
     for family in {c.family for c in rows} - {""}:
         correct([c for c in rows if c.family == family])
-    special = {"worth": worth, "also": also}
+    special = {"worth": worth, "also": also, "reached": reached, "lower": causes, "higher": causes}
     for (page, name), of_table in blocks.items():
         tables.build(RESULTS / f"../{page}.md", name, special.get(name, table)(of_table))
     for name in {c.picture for c in rows} - {""}:

@@ -99,10 +99,11 @@ class Comparison(SimpleNamespace):
     family            whose p are corrected for their number, or ""
     label             "METHOD, not BASELINE: what is compared"
     method, baseline  experiments; a * stands for several, of which the mean counts
-    column            of the runs, see series()
+    column            of the runs, see series(); or two, the method's and the baseline's
     seeds             "3-7", or "" for all that both have
     measure           "" for the last five evaluations, "last" for the last one, "all" for all of
-                      them, "ratio" for the ratio of the means over all of them; "samples" compares
+                      them, "ratio" for the ratio of the means over all of them; "best" compares the
+                      method's best one with the baseline's last five; "samples" compares
                       the baseline's last five with the method's at equally many samples trained,
                       see equal_samples()
     paper, paper_baseline  what the paper reports, as "42.9 ± 1.1"
@@ -121,12 +122,16 @@ class Comparison(SimpleNamespace):
         self.effect = self.paper_means[0] - self.paper_means[1]
         self.p = None  # corrected, if the comparison belongs to a family
         self.is_ratio = self.measure == "ratio"
+        columns = self.column.split()
         found = [
-            [[series(of_seeds[seed], self.column) for of_seeds in side] for seed in self.common]
-            for side in sides
+            [[series(of_seeds[seed], column) for of_seeds in side] for seed in self.common]
+            for side, column in zip(sides, [columns[0], columns[-1]], strict=True)
         ]
-        self.rounds = np.array([*found[0][0][0]])  # all runs of a comparison have the same rounds
-        self.values = np.array([[[[*run.values()] for run in of] for of in side] for side in found])
+        # All runs have the same rounds, but those of one side may end earlier
+        self.rounds = np.array(min(([*side[0][0]] for side in found), key=len))
+        self.values = np.array([
+            [[[*run.values()][: len(self.rounds)] for run in of] for of in side] for side in found
+        ])  # fmt: skip
         if self.measure == "samples":
             self.equal = [equal_samples(*(side[0][seed] for side in sides)) for seed in self.common]
 
@@ -144,6 +149,8 @@ class Comparison(SimpleNamespace):
         counts = {"last": 1, "all": 10**9, "ratio": 10**9}
         measure = measure or around(10**9, counts.get(self.measure, 5))
         values = self.values[..., measure(self.rounds)].mean(-1)
+        if self.measure == "best":
+            values[0] = self.values[0].max(-1)
         if self.measure == "samples":
             for seed, t in enumerate(self.equal):
                 values[0, seed] = self.values[0, seed][:, around(t)(self.rounds)].mean(-1)
@@ -181,7 +188,7 @@ class Comparison(SimpleNamespace):
 def recorded_runs():
     """All runs of all CSVs: experiment -> seed -> run."""
     runs = {}
-    for name in ("wu", "fediir", "uefl", "examples", "silos", "oracle"):
+    for name in ("wu", "fediir", "uefl", "examples", "silos", "oracle", "mcmahan", "fedavg"):
         runs |= read(RESULTS / f"{name}.csv")
     return runs
 

@@ -1,4 +1,4 @@
-"""The controls that change the data: each diff does what its paragraph says."""
+"""The controls that change the data or FedAvg: each diff does what its paragraph says."""
 
 import os
 import runpy
@@ -7,28 +7,33 @@ import subprocess
 
 import pytest
 import torch
-from helpers import ROOT, make_tiny
+from helpers import ROOT, logits_by_hand, make_tiny, prepared
 
+import fedavg
+from common import random_at
 from common.glyphs import coloured
+from common.splits import Clients, shuffled
+from common.train import LocalTraining, local_solver, set_weights
 
 
 @pytest.fixture
 def patched(tmp_path):
-    """patched(name, file): what is defined in this file of common/, after this diff."""
+    """patched(name, file): what is defined in this file after this diff."""
 
     def load(name, file):
-        (tmp_path / "common").mkdir()
-        shutil.copy(ROOT / "common" / file, tmp_path / "common")
+        (tmp_path / "common").mkdir(exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / file)
         alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
         diff = ROOT / f"results/controls/{name}.diff"
-        subprocess.run(["git", "apply", diff], cwd=tmp_path, env=alone, check=True)
-        return runpy.run_path(str(tmp_path / "common" / file))
+        git = ["git", "apply", f"--include={file}", diff]
+        subprocess.run(git, cwd=tmp_path, env=alone, check=True)
+        return runpy.run_path(str(tmp_path / file))
 
     return load
 
 
 def test_in_the_control_of_colours_both_clients_trust_the_colour_equally(patched):
-    data = patched("colours-control", "glyphs.py")["coloured"]()
+    data = patched("colours-control", "common/glyphs.py")["coloured"]()
     green = data["x"].amax((2, 3))[:, 1] > 0
     for d, expected in enumerate((0.8, 0.8, 0.1)):
         here = data["domain"] == d
@@ -38,7 +43,7 @@ def test_in_the_control_of_colours_both_clients_trust_the_colour_equally(patched
 
 
 def test_grey_digits_have_the_shapes_of_the_coloured_ones_and_no_colour(patched):
-    x, in_colour = patched("colours-grey", "glyphs.py")["coloured"]()["x"], coloured()["x"]
+    x, in_colour = patched("colours-grey", "common/glyphs.py")["coloured"]()["x"], coloured()["x"]
     assert torch.equal(x, in_colour.amax(1, keepdim=True).expand_as(x))
 
 
@@ -46,8 +51,125 @@ def test_twins_are_two_clients_for_each_rare_class(patched):
     tiny = make_tiny(n_train=1200)
     y = torch.arange(len(tiny.y)) % 10
     data = type(tiny)("ten", tiny.x, y, tiny.train, tiny.test, list("0123456789"))
-    clients = patched("twins", "splits.py")["make_clients"](data, 3, "rare", clients=20)
+    clients = patched("twins", "common/splits.py")["make_clients"](data, 3, "rare", clients=20)
     held = [{*y[samples].tolist()} for samples in clients.train]
     assert [held.count({c}) for c in (7, 8, 9)] == [2, 2, 2]
     assert sum(classes <= {*range(7)} for classes in held) == 14
     assert clients.groups == ["one class" if len(s) == 1 else "more classes" for s in held]
+
+
+# ------------------------------------------------------------------------------------------- FedAvg
+
+
+def orders(patched, trainer, name):
+    """The images and labels of two epochs of client 0, in the rounds 1 and 2."""
+    batches = patched(name, "common/train.py")["Trainer"]._batches
+    return [
+        [torch.cat(part) for part in zip(*batches(trainer, 0, t, 40), strict=True)] for t in (1, 2)
+    ]
+
+
+def test_one_order_is_that_of_all_epochs_and_rounds(patched, trainer, tiny):
+    (x, _), (later, _) = orders(patched, trainer, "one-order")
+    own, _ = trainer.batch(trainer.clients.train[0])
+    assert torch.equal(x, later) and torch.equal(x[:40], x[40:])
+    assert not torch.equal(x[:40], own)
+    assert torch.equal(x[:40].sum((1, 2, 3)).sort().values, own.sum((1, 2, 3)).sort().values)
+
+
+def test_sorted_labels_ascend_in_each_epoch(patched, trainer, tiny):
+    x, y = orders(patched, trainer, "sorted-labels")[0]
+    expected = tiny.y[trainer.clients.train[0]].sort().values
+    assert torch.equal(y[:40], expected) and torch.equal(y[40:], expected)
+    assert not torch.equal(x[:40], x[40:]), "within a class the order is random"
+
+
+def test_a_client_that_is_not_reset_goes_on_from_the_one_before(patched, trainer):
+    def trained(train, theta, *ids):
+        return train(trainer, local_solver, theta, torch.tensor(ids), 1)[0]
+
+    correct, initial = type(trainer).train, trainer.initial
+    found = trained(patched("not-reset", "common/train.py")["Trainer"].train, initial, 0, 2)
+    first = trained(correct, initial, 0)[0]
+    assert torch.equal(found[0], first)
+    assert torch.equal(found[1], trained(correct, first, 2)[0])
+
+
+def test_the_momentum_of_one_optimizer_goes_to_the_next_client(patched, trainer, tiny):
+    """By hand, for one step each: the second client's has 0.9 times the first's in it."""
+    local = LocalTraining(epochs=1, batch_size=40, lr=0.1, momentum=0.9)
+    steps = []
+    for kind in (patched("one-optimizer", "common/train.py")["Trainer"], type(trainer)):
+        of = kind(tiny, trainer.clients, trainer.model, local=local)
+        set_weights(of.model, trainer.initial)
+        thetas, _ = of.train(local_solver, trainer.initial, torch.tensor([0, 1]), 1)
+        steps.append(thetas - trainer.initial)
+    found, correct = steps
+    assert torch.equal(found[0], correct[0])
+    assert torch.allclose(found[1], correct[1] + 0.9 * correct[0], atol=1e-6)
+    assert correct[0].abs().max() > 1e-3
+
+
+def test_dirichlet_over_clients_gives_equal_sizes(patched):
+    dirichlet = patched("dirichlet-over-clients", "common/splits.py")["dirichlet"]
+    labels = torch.arange(1000) % 10
+    for alpha, most in ((1e-3, 100), (1e6, 25)):
+        parts = dirichlet(labels, 10, alpha, random_at(0, "test"))
+        assert [len(samples) for samples in parts] == [100] * 10
+        assert torch.equal(torch.cat(parts).sort().values, torch.arange(1000))
+        of_first = labels[parts[0]].bincount(minlength=10)
+        assert of_first.max() == 100 if alpha < 1 else of_first.max() < most
+
+
+def test_with_test_images_in_the_pool_clients_hold_all_images(patched, tiny):
+    make_clients = patched("test-in-pool", "common/splits.py")["make_clients"]
+    clients = make_clients(tiny, 0, "iid", clients=3, held_out=0)
+    held = torch.cat(clients.train).sort().values
+    assert torch.equal(held, torch.cat([tiny.train, tiny.test]))
+    assert torch.equal(clients.tests["ood"], tiny.test)
+
+
+@pytest.mark.usefixtures("start")
+def test_own_models_are_tested_before_averaging(patched):
+    words = "--model cnn --width 0.125 --partition iid --clients 3 --participating 3 --sample 2"
+    args, data, clients, trainer = prepared(fedavg, f"{words} --held-out 0.4 --lr 0.1")
+    _, row = next(patched("own-models", "fedavg.py")["federate"](args, clients, trainer, {}))
+    right = []
+    thetas, _ = trainer.train(fedavg.client_update, trainer.initial, row["selected"], 1)
+    for k, theta in zip(row["selected"], thetas, strict=True):
+        logits = logits_by_hand(trainer.model, theta, data, clients.test[k])
+        right += (logits.argmax(1) == data.y[clients.test[k]]).tolist()
+    assert row["id_selected"] == pytest.approx(sum(right) / len(right))
+
+
+def test_batch_norm_is_tested_in_four_ways(patched, tiny):
+    """By hand, for batches of 15 images of one class."""
+    by_class = [tiny.test[tiny.y[tiny.test] == c][:15] for c in range(3)]
+    ood = torch.cat(by_class)
+    clients = Clients([*tiny.train.split(40)], [], 3, 2, [""] * 3, {"ood": ood})
+    clients.test = [tiny.test[:0]] * 3
+    model = patched("batch-norm", "common/models.py")["build"]("cnn", (1, 8, 8), 3, width=0.125)
+    local = LocalTraining(epochs=1, batch_size=10, lr=0.05)
+    trainer = patched("batch-norm", "common/train.py")["Trainer"](tiny, clients, model, local=local)
+    trainer.chunk = 15
+    thetas, losses = trainer.train(local_solver, trainer.initial, clients.ids, 1)
+    theta = thetas.mean(0)
+    row = trainer.evaluate(theta, 1, clients.ids, losses)
+
+    def right(samples):
+        answers = model(tiny.x[samples].float() / 127.5 - 1).argmax(1)
+        return (answers == tiny.y[samples]).float().mean().item()
+
+    set_weights(model, theta)
+    model.eval()
+    expected = [right(ood)]
+    for part in model.features:
+        if isinstance(part, torch.nn.BatchNorm2d):
+            part.reset_running_stats()
+    expected.append(right(ood))
+    model.train()
+    for batches in (shuffled(ood, random_at(0, "mixed")).split(15), by_class):
+        expected.append(sum(right(samples) for samples in batches) / 3)
+    assert row["accuracies"].tolist() == pytest.approx(expected)
+    assert row["ood_accuracy"] == pytest.approx(expected[0])
+    assert len({*expected}) > 2, expected

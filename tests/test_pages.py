@@ -20,7 +20,7 @@ from common.runner.table import with_interval
 from results import experiments, page, tables
 
 EXPERIMENTS = list(csv.DictReader((ROOT / "results/experiments.csv").open()))
-PAGES = [*METHODS, "fediir_limits"]
+PAGES = [*METHODS, "fediir_limits", "what_fedavg_reaches"]
 BUILT = [
     "README.md",
     "results/README.md",
@@ -187,6 +187,50 @@ def test_the_sentence_on_the_curves_of_weights_repeats_from_their_csv(data):
     assert says.format(*jumps) in text
 
 
+def test_the_sentences_on_what_fedavg_reaches_repeat_from_their_csv():
+    runs = tables.read(ROOT / "results/fedavg.csv")
+    text = " ".join((ROOT / "docs/what_fedavg_reaches.md").read_text().split())
+
+    def curves(name, column="ood_accuracy"):
+        """[seeds, rounds]"""
+        of_seeds = runs[f"fedavg/{name}"].values()
+        return np.array([[*tables.series(run, column).values()] for run in of_seeds])
+
+    tried = [curves(f"tuning/{data}-{lr}")[:, -5:].mean() for data in ("mnist", "cifar10")
+             for lr in (0.1, 0.03)]  # fmt: skip
+    says = "with {:.1f} against {:.1f} for 0.03 on MNIST, and {:.1f} against {:.1f} on CIFAR-10"
+    assert says.format(*tried) in text
+    at_50 = curves("cifar10/dirichlet-0.5")
+    assert f"jumps by {abs(np.diff(at_50[:, 20:])).mean():.1f} points" in text
+    correct = curves("causes/correct")
+    assert "seed 811 fell from {:.1f} to {:.1f} in round 37".format(*correct[1, 35:]) in text
+
+    def gain(name):
+        """Over the correct one, for as many seeds as there are."""
+        found = curves(f"causes/{name}")
+        return (found - correct[: len(found), :20])[:, 15:].mean()
+
+    assert f"Batch norm brings {gain('batch-norm'):.1f} points" in text
+    assert f"has {-gain('own-samples'):.1f} points less" in text
+    costs = [
+        curves(f"{data}/iid", column)[:, 49] * unit
+        for column, unit in (("samples", 1e-6), ("megabytes", 1))
+        for data in ("mnist", "cifar10")
+    ]
+    says = (
+        "train on {:.2f} million samples (CIFAR-10: {:.2f} million) and send {:.0f} MB ({:.0f} MB)"
+    )
+    assert all(says.format(*of_seed) in text for of_seed in zip(*costs, strict=True))
+    for theirs, name, first in (
+        ("96.6", "mnist/iid", 7), ("98.6", "mnist/iid", 45),
+        ("77.7", "mnist/shards", 7), ("93.8", "mnist/shards", 45),
+    ):  # fmt: skip
+        assert f"| {theirs} | {curves(name)[:, first : first + 5].mean():.1f} |" in text
+    equal = at_50[:, 45:].mean() - curves("causes/all-clients")[:, 2:7].mean()
+    assert f"they have {equal:.1f} points less" in text
+    assert f"we have {curves('cifar10/iid')[:, 7:12].mean():.1f}." in text
+
+
 def test_a_row_without_runs_is_refused_and_one_of_a_single_seed_has_no_interval():
     with pytest.raises(AssertionError, match="no runs"):
         comparison([], [[0.5]])
@@ -214,6 +258,27 @@ def test_equally_many_samples():
     for t, line in enumerate(runs["a"][7]):  # as if only every fourth round had been evaluated
         line["selected_size"] *= t % 4 == 3
     assert tables.equal_samples(runs["a"][7], runs["b"][7]) == 4
+
+
+def test_sides_with_other_columns_and_other_lengths():
+    """By hand: three evaluations of the method against the first three of the baseline's four."""
+    numbers = {"a": [("0.1", ""), ("0.6", ""), ("0.2", "")]}
+    numbers["b"] = [("", "0.1"), ("", "0.1"), ("", "0.4"), ("", "0.9")]
+    runs = {
+        name: {
+            0: [
+                {"round": str(t), "id_accuracy": i, "ood_accuracy": o}
+                for t, (i, o) in enumerate(of_name, 1)
+            ]
+        }
+        for name, of_name in numbers.items()
+    }
+    c = loaded(runs, column="id_accuracy ood_accuracy")
+    assert c.sides().ravel() == pytest.approx([30, 20])
+    c.measure = "best"
+    assert c.sides().ravel() == pytest.approx([60, 20])
+    _, cells = page.causes([c])
+    assert cells[1:] == ["60.0", "20.0", "+40.0"]
 
 
 def test_every_recorded_experiment_is_shown():

@@ -35,6 +35,7 @@ MEASURES = {
     "turned_extended": Measure("", "percent", "last"),
     "accuracies": Measure("", "percent"),
     "worst_tenth": Measure("", "percent"),
+    "id_selected": Measure("", "percent"),
     "mA": Measure("", "percent"),
     "mE": Measure("mean uncertainty mE", "nats", "last", better=-1),
     "mP": Measure("perplexity mP"),
