@@ -137,7 +137,7 @@ def test_own_models_are_tested_before_averaging(patched):
     right = []
     thetas, _ = trainer.train(fedavg.client_update, trainer.initial, row["selected"], 1)
     for k, theta in zip(row["selected"], thetas, strict=True):
-        logits = logits_by_hand(trainer.model, theta, data, clients.test[k])
+        logits = logits_by_hand(trainer, theta, clients.test[k])
         right += (logits.argmax(1) == data.y[clients.test[k]]).tolist()
     assert row["id_selected"] == pytest.approx(sum(right) / len(right))
 

@@ -211,7 +211,7 @@ def test_the_sentences_on_what_fedavg_reaches_repeat_from_their_csv():
         return (found - correct[: len(found), :20])[:, 15:].mean()
 
     assert f"Batch norm brings {gain('batch-norm'):.1f} points" in text
-    assert f"has {-gain('own-samples'):.1f} points less" in text
+    assert f"which costs {-gain('own-samples'):.1f} points" in text
     costs = [
         curves(f"{data}/iid", column)[:, 49] * unit
         for column, unit in (("samples", 1e-6), ("megabytes", 1))
