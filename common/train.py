@@ -181,8 +181,8 @@ class Trainer:
         first call with a client_update ends with a check: each trains the smallest client once
         more, and there is a UserError if one gets other weights.
         """
-        if (selected >= self.clients.participating).any():
-            m = self.clients.participating
+        selected, m = torch.as_tensor(selected, dtype=torch.long), self.clients.participating
+        if (selected >= m).any():
             raise UserError(f"round {t} selects {selected.tolist()}: only 0 to {m - 1} participate")
         sizes = [len(self.clients.train[k]) for k in selected]
         mine = self._mine(theta, selected, sizes, t)  # the other processes train the other clients
