@@ -230,7 +230,9 @@ def report(args, trainer, theta, may_use, t, e, perplexities, code_losses, answe
     row |= {"mA": accuracies.mean(), "codewords": codewords}
     if args.codebook_size:
         row |= {"mP": perplexities.mean(), "code_loss": code_losses.mean()}
-    turned = [k for k in range(len(e)) if args.rotate and groups[k] != f"{args.rotate[0]:g}"]
+    turned = []
+    if args.rotate:
+        turned = [k for k in range(len(e)) if groups[k] != f"{args.rotate[0]:g}"]
     if turned:  # the example's silos whose angle is not the first of --rotate
         row["turned_accuracy"] = accuracies[turned].mean()
         row["turned_extended"] = (codewords[turned] > args.codebook_size).float().mean()

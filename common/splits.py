@@ -326,18 +326,18 @@ def make_clients(
 
     seed           of every draw
     partition      dirichlet (with this alpha), iid, shards: divide the training samples among
-                   `clients` (default: <= 100)
-                   domain: each of `clients` (default: one per domain) holds samples of one domain
-                   silos: silo_numbers[d] silos of silo_size training samples from domain d
+                   `clients` (default: <= 100).
+                   domain: each of `clients` (default: one per domain) holds samples of one domain.
+                   silos: silo_numbers[d] silos of silo_size training samples from domain d.
                    rare, specialists: see by_class
     participating, per_round  M and K: see participation for the defaults
     test_domain    no client has this domain: see pools
     held_out       the share of its own samples that a client is tested on (default: a tenth with
                    domain, else a fifth); 0 needs OOD samples, and ID is not measured
 
-    A silo is tested on samples of the standard test set. If there is none, a fifth of the samples
-    takes its place, unless each client holds one domain, or a test domain is enough. Raises
-    UserError if the numbers do not fit the data.
+    A silo is tested on samples of the standard test set. If the data have none, a fifth of the
+    samples is drawn for it, but not where a test domain, or the clients' own samples with domain,
+    serve for testing. Raises UserError if the numbers do not fit the data.
     """
     needs_test = partition == "silos" or (test_domain is None and partition != "domain")
     if needs_test and not len(data.test):

@@ -31,12 +31,13 @@ class Batches:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        for pair in self.pairs:
-            return pair
-        if self.has_ended:
+        if self.has_ended:  # a loop that starts now would find nothing, and train on nothing
             raise UserError("batches of all epochs are walked again: use [*batches], or islice")
-        self.has_ended = True
-        raise StopIteration
+        try:
+            return next(self.pairs)
+        except StopIteration:
+            self.has_ended = True
+            raise
 
 
 def local_solver(model: nn.Module, batches: Batches, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -213,8 +214,8 @@ class Trainer:
         if not all(finite):
             k = int(selected[finite.index(False)])
             raise RunError(f"client {k} diverged in round {t}: {ADVICE}")
-        is_new = sizes and self.checked != client_update
-        if ranks.COUNT > 1 and is_new and self.device.type == "cpu":
+        must_check = ranks.COUNT > 1 and self.device.type == "cpu"
+        if must_check and sizes and self.checked != client_update:
             i = sizes.index(min(sizes))
             again, self.checked = torch.empty_like(uploads[i]), client_update
             train_one(i, again)

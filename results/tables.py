@@ -188,7 +188,7 @@ class Comparison(SimpleNamespace):
 def recorded_runs():
     """All runs of all CSVs: experiment -> seed -> run."""
     runs = {}
-    for name in ("wu", "fediir", "uefl", "examples", "silos", "oracle", "mcmahan", "fedavg"):
+    for name in {row["experiment"].split("/")[0] for row in read_csv(RESULTS / "experiments.csv")}:
         runs |= read(RESULTS / f"{name}.csv")
     return runs
 

@@ -169,9 +169,9 @@ def test_the_sentence_on_mcmahans_table_repeats_from_its_csv():
 
 @pytest.mark.parametrize("data", ["cifar10", "mnist"])
 def test_the_sentence_on_the_curves_of_weights_repeats_from_their_csv(data):
-    runs, curves = tables.read(ROOT / "results/wu.csv"), []
+    runs, curves = tables.read(ROOT / "results/weights.csv"), []
     for by in ("entropy", "equal", "size"):
-        of_seeds = runs[f"wu/{data}-weighting/{by}"]
+        of_seeds = runs[f"weights/{data}/{by}"]
         seeds = range(300, 308) if data == "cifar10" else of_seeds
         found = [[*tables.series(of_seeds[seed], "ood_accuracy").values()] for seed in seeds]
         curves.append(np.array(found)[:, 20:])

@@ -148,8 +148,8 @@ class Run:
         kill has undone comes out otherwise than before. (A column with `_seconds` or `time` in its
         name may.)
         """
-        for column in {"round", "seconds", "norm"} & row.keys():
-            raise UserError(f"{column} is a column already: choose another name")
+        if taken := {"round", "seconds", "norm"} & row.keys():
+            raise UserError(f"{' and '.join(taken)} is a column already: choose another name")
         self.state, self.t, row = state, state["t"], {**row, "norm": weights_in(state).norm()}
         confusion = row.pop("confusion", None)
         if confusion is not None:
