@@ -107,9 +107,7 @@ def loaded(runs, **changes):
     """The comparison of the experiments a and b among these runs."""
     cells = dict.fromkeys(tables.read_csv(ROOT / "results/comparisons.csv")[0], "")
     cells |= {"method": "a", "baseline": "b", "column": "id_accuracy", **changes}
-    c = tables.Comparison(**cells)
-    c.load(runs)
-    return c
+    return tables.Comparison(runs, **cells)
 
 
 def comparison(method, baseline, **changes):
@@ -147,9 +145,10 @@ def test_the_measures_of_a_comparison():
 def test_the_level_of_the_paper():
     """Nine rounds with 10 to 90 percent: five around round 1, 2, 3 have 30 on average, then 40."""
     rising = [[t / 10 for t in range(1, 10)]] * 2
-    levels = {text: comparison(rising, rising, paper="99", paper_baseline=text).level() for text in
-              ("29", "39 ± 1", "60", "35", "71")}  # fmt: skip
-    assert levels == {"29": 1, "39 ± 1": 4, "60": 6, "35": None, "71": None}
+    expected = {29: 1, 39: 4, 60: 6, 35: None, 71: None}
+    for theirs, t in expected.items():
+        c = comparison(rising, rising, paper="99 ± 0", paper_baseline=f"{theirs} ± 1")
+        assert c.level() == t
 
 
 def test_the_sentence_on_mcmahans_table_repeats_from_its_csv():
@@ -237,9 +236,17 @@ def test_a_row_without_runs_is_refused_and_one_of_a_single_seed_has_no_interval(
     c = comparison(
         [[0.5]], [[0.1]], label="x: y", paper="9 ± 1", paper_baseline="7 ± 2", seeds="0-4"
     )
-    header, cells = page.table([c])
-    assert header == ("", "method", "baseline", "difference", "seeds", "the paper, p of equal")
-    assert cells == ("x: y", "50.0", "10.0", "+40.0", "0", "+2.0")
+    expected = {
+        "method": "50.0",
+        "baseline": "10.0",
+        "difference": "+40.0",
+        "p of zero": "",
+        "seeds": "0",
+        "the paper, p of equal": "+2.0",
+        "ours at its level, p of equal": "",
+    }
+    cells = page.cells(c)
+    assert {header: cells[header] for header in expected} == expected
 
 
 def test_equally_many_samples():
@@ -275,10 +282,11 @@ def test_sides_with_other_columns_and_other_lengths():
     }
     c = loaded(runs, column="id_accuracy ood_accuracy")
     assert c.sides().ravel() == pytest.approx([30, 20])
-    c.measure = "best"
+    c = loaded(runs, column="id_accuracy ood_accuracy", measure="best")
     assert c.sides().ravel() == pytest.approx([60, 20])
-    _, cells = page.causes([c])
-    assert cells[1:] == ["60.0", "20.0", "+40.0"]
+    cells = page.cells(c)
+    of_causes = ["accuracy", "instead of", "difference, by seed"]
+    assert [cells[header] for header in of_causes] == ["60.0", "20.0", "+40.0"]
 
 
 def test_every_recorded_experiment_is_shown():
@@ -304,11 +312,11 @@ def test_holms_correction():
 def test_the_papers_effect_is_tested_with_the_papers_spread():
     d = np.array([1.0, 4.0, 2.0, 2.5, 0.3])
     by_scipy = {
-        "9": ttest_1samp(d, 4),
+        "9 ± 0": ttest_1samp(d, 4),
         "9 ± 1.5": ttest_ind_from_stats(4, 1.5, 3, d.mean(), d.std(ddof=1), 5, equal_var=False),
     }
     for paper, expected in by_scipy.items():
-        c = comparison([[1]], [[1]], paper=paper, paper_baseline="5")
+        c = comparison([[1]], [[1]], paper=paper, paper_baseline="5 ± 0")
         assert c.welch(d) == pytest.approx(expected.pvalue)
 
 
