@@ -10,7 +10,6 @@ table that a run prints at its end. A run that is damaged or has not finished is
 import argparse
 import csv
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 from common import UserError, first_line
@@ -30,10 +29,10 @@ def read(folder):
         numbers = {column: float(line[column]) for column in table.COLUMNS if line.get(column)}
         rows.append({"round": int(line["round"]), **numbers})
     rows[0]  # a table needs a round at least
-    return Namespace(
-        args=Namespace(**about["flags"]), rows=rows, folder=folder, images=about["data"],
-        machine=about["machine"],
-    )  # fmt: skip
+    args = argparse.Namespace(**about["flags"])
+    return argparse.Namespace(
+        args=args, rows=rows, folder=folder, images=about["data"], machine=about["machine"]
+    )
 
 
 def row(folder):
@@ -41,11 +40,12 @@ def row(folder):
     files = sorted(folder.rglob("metrics.csv"))
     if not files:
         print(f"left out {folder}: there is no run in it, so no metrics.csv", file=sys.stderr)
-    runs, settings = {}, {}
+    runs, settings, machines = {}, {}, {}
     for file in files:
         try:
             run = read(file.parent)
-            settings[str(run.folder.relative_to(folder))] = table.settings(run)
+            name = str(run.folder.relative_to(folder))
+            settings[name], machines[name] = table.settings(run), {"machine": run.machine}
             twin = runs.setdefault(table.which(run), run)
         except Exception as e:  # of a damaged file it can be of any type
             why = f"not finished or damaged ({first_line(e)})"
@@ -55,9 +55,6 @@ def row(folder):
             raise UserError(f"{twin.folder} and {run.folder} have one seed: name each as a row")
     if different := table.differing(settings):
         raise UserError(f"{folder} is no row, because its runs differ: {different}")
-    machines = {
-        str(run.folder.relative_to(folder)): {"machine": run.machine} for run in runs.values()
-    }
     if different := table.differing(machines):
         print(f"{folder} has runs of several machines: {different}", file=sys.stderr)
     return [*runs.values()]

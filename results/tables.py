@@ -112,8 +112,7 @@ class Comparison(SimpleNamespace):
         low, high = map(int, (self.seeds or "0-999").split("-"))
         assert all(sides), f"comparisons.csv: there are no runs for {self.label}"
         self.common = sorted(set(range(low, high + 1)).intersection(*sides[0], *sides[1]))
-        papers = [text or "nan ± 0" for text in (self.paper, self.paper_baseline)]
-        papers = [text.split("±") for text in papers]
+        papers = [(text or "nan ± 0").split("±") for text in (self.paper, self.paper_baseline)]
         self.paper_means, self.paper_deviations = np.array(papers, float).T
         self.effect = self.paper_means[0] - self.paper_means[1]
         self.p = None  # corrected, if the comparison belongs to a family
