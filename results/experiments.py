@@ -20,15 +20,10 @@ from tempfile import TemporaryDirectory
 
 from common import UserError
 from common.runner import launch
-from results.tables import RESULTS, read, read_csv
+from results.tables import RESULTS, csv_of, read, read_csv
 
 ROOT = RESULTS.parent
 EXPERIMENTS = {row["experiment"]: row for row in read_csv(RESULTS / "experiments.csv")}
-
-
-def csv_of(name):
-    """The CSV of an experiment, which the first word of its name names."""
-    return RESULTS / f"{name.split('/')[0]}.csv"
 
 
 def recorded(name, seed):

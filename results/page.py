@@ -103,9 +103,8 @@ def picture(file, rows):
     Its title says what is compared, of what, and the difference as in the table. Dotted is what the
     paper reports, and the vertical line is the round in which the baseline is as accurate.
     """
-    height = len(rows) // 2
-    with plots.picture(file, 7.2, 2.9 * height) as figure:
-        for axes, c in zip(figure.subplots(height, 2).flat, rows, strict=True):
+    with plots.picture(file, 7.2, 1.45 * len(rows)) as figure:
+        for axes, c in zip(figure.subplots(len(rows) // 2, 2).flat, rows, strict=True):
             *names, what = re.split(", not |, over |: | \\(", c.label.removesuffix(")"))
             by = f"{'ratio' if c.is_ratio else 'at the end'} {difference(c)}"
             title = f"{' against '.join(names)}\n{what}\n{by}"

@@ -25,15 +25,21 @@ def read_csv(file):
     return list(csv.DictReader(lines, restval=""))
 
 
-def read(file):
-    """The runs of a CSV: experiment -> seed -> run."""
+def read(*files):
+    """The runs of these CSVs: experiment -> seed -> run."""
     runs = {}
-    for line in read_csv(file):
-        if line["experiment"]:
-            run = []
-            runs.setdefault(line["experiment"], {})[int(line["seed"])] = run
-        run.append(line)
+    for file in files:
+        for line in read_csv(file):
+            if line["experiment"]:
+                run = []
+                runs.setdefault(line["experiment"], {})[int(line["seed"])] = run
+            run.append(line)
     return runs
+
+
+def csv_of(experiment):
+    """The CSV of an experiment, which the first word of its name names."""
+    return RESULTS / f"{experiment.split('/')[0]}.csv"
 
 
 def series(run, column):
@@ -99,10 +105,11 @@ class Comparison(SimpleNamespace):
                       method's best one with the baseline's last five; "samples" compares
                       the baseline's last five with the method's at equally many samples trained,
                       see equal_samples()
-    paper, paper_baseline  what the paper reports, as "42.9 ± 1.1"; ± 0 if it says no deviation
+    paper, paper_baseline  what the paper reports, as "42.9 ± 1.1"
     picture           the picture in results/ that shows it, or ""
 
-    It finds self.values [method or baseline, seed, experiment, round], and other numbers.
+    It finds self.values [method or baseline, seed, experiment, round], and other numbers. With the
+    measures "best" and "samples" all rounds of the method have the number that counts.
     """
 
     def __init__(self, runs, **line):
@@ -112,7 +119,8 @@ class Comparison(SimpleNamespace):
         low, high = map(int, (self.seeds or "0-999").split("-"))
         assert all(sides), f"comparisons.csv: there are no runs for {self.label}"
         self.common = sorted(set(range(low, high + 1)).intersection(*sides[0], *sides[1]))
-        papers = [(text or "nan ± 0").split("±") for text in (self.paper, self.paper_baseline)]
+        papers = [text or "nan" for text in (self.paper, self.paper_baseline)]
+        papers = [f"{text} ± 0".split("±")[:2] for text in papers]  # not given, a deviation is 0
         self.paper_means, self.paper_deviations = np.array(papers, float).T
         self.effect = self.paper_means[0] - self.paper_means[1]
         self.p = None  # corrected, if the comparison belongs to a family
@@ -127,8 +135,12 @@ class Comparison(SimpleNamespace):
         self.values = np.array([
             [[[*run.values()][: len(self.rounds)] for run in of] for of in side] for side in found
         ])  # fmt: skip
+        if self.measure == "best":
+            self.values[0] = self.values[0].max(-1, keepdims=True)
         if self.measure == "samples":
-            self.equal = [equal_samples(*(side[0][seed] for side in sides)) for seed in self.common]
+            for seed, of_seed in zip(self.common, self.values[0], strict=True):
+                t = equal_samples(*(side[0][seed] for side in sides))
+                of_seed[:] = of_seed[:, around(t)(self.rounds)].mean(-1, keepdims=True)
 
     def over_experiments(self, values):
         """The mean over the experiments: [2, seeds, experiments, ...] becomes [2, seeds, ...]."""
@@ -138,13 +150,7 @@ class Comparison(SimpleNamespace):
         """A measure of the method's and the baseline's runs [2, seeds]."""
         counts = {"last": 1, "all": 10**9, "ratio": 10**9}
         measure = measure or around(10**9, counts.get(self.measure, 5))
-        values = self.values[..., measure(self.rounds)].mean(-1)
-        if self.measure == "best":
-            values[0] = self.values[0].max(-1)
-        if self.measure == "samples":
-            for seed, t in enumerate(self.equal):
-                values[0, seed] = self.values[0, seed][:, around(t)(self.rounds)].mean(-1)
-        return self.over_experiments(values)
+        return self.over_experiments(self.values[..., measure(self.rounds)].mean(-1))
 
     def difference(self, measure=None):
         """Method minus baseline, seed by seed [seeds]; for a ratio, the logarithm of it."""
@@ -177,7 +183,5 @@ class Comparison(SimpleNamespace):
 
 def recorded_runs():
     """All runs of all CSVs: experiment -> seed -> run."""
-    runs = {}
-    for name in {row["experiment"].split("/")[0] for row in read_csv(RESULTS / "experiments.csv")}:
-        runs |= read(RESULTS / f"{name}.csv")
-    return runs
+    planned = read_csv(RESULTS / "experiments.csv")
+    return read(*{csv_of(row["experiment"]) for row in planned})
