@@ -55,7 +55,7 @@ def cells(c):
         "baseline": pm(baseline, c.column),
         "difference": difference(c) + (" times" if c.is_ratio else ""),
         "p of zero": "" if c.p is None else show_p(c.p),
-        # README counts them, and so does who takes all
+        # README only says how many, and so does a row that takes all
         "seeds": seeds if c.seeds and c.page != "README" else f"{len(c.common)}",
         "the paper, p of equal": paper + of_equal(c),
         "ours at its level, p of equal": at_level,
@@ -80,7 +80,7 @@ def build(file, name, rows):
     row above.
     """
     text = file.read_text()
-    # a group with mark and header, in it one with the header after the label, and the old lines
+    # Group 1 is the mark and the header, group 2 the columns after the label; old lines follow
     found = re.search(rf"(<!-- {name} -->\n\|.*? \| (.*) \|\n.*\n)(\|.*\n)*", text)
     if not found:
         raise UserError(f"{file} has no line <!-- {name} --> with the header of a table below")

@@ -288,6 +288,21 @@ def test_sides_with_other_columns_and_other_lengths():
     assert [cells[header] for header in of_causes] == ["60.0", "20.0", "+40.0"]
 
 
+def test_a_page_says_which_columns_its_table_has(tmp_path):
+    """A label that begins with ; continues the row above, and old rows go."""
+    header = "<!-- x -->\n|  | seeds | difference | baseline |\n| --- | --- | --- | --- |\n"
+    file = tmp_path / "page.md"
+    file.write_text(f"above\n{header}| old | 1 | 2 | 3 |\n\nbelow\n")
+    page.build(file, "x", [comparison([[0.5]], [[0.1]], label=label) for label in "ab"])
+    rows = "| a | 1 | +40.0 | 10.0 |\n| b | 1 | +40.0 | 10.0 |\n"
+    assert file.read_text() == f"above\n{header}{rows}\nbelow\n"
+    file.write_text("<!-- y -->\n|  | difference | seeds |\n| --- | --- | --- |\n")
+    page.build(file, "y", [comparison([[0.5]], [[0.1]], label=label) for label in ("a", "; b")])
+    assert file.read_text().endswith("|\n| a; b | +40.0; +40.0 | 1 |\n")
+    with pytest.raises(UserError, match="has no line <!-- x --> with"):
+        page.build(file, "x", [])
+
+
 def test_every_recorded_experiment_is_shown():
     """In a row of comparisons.csv, or else by its name in a sentence."""
     rows = tables.read_csv(ROOT / "results/comparisons.csv")
