@@ -85,7 +85,6 @@ def test_a_run_ends_with_the_accuracy_of_each_class(start, tiny, capsys):
     labels = tiny.y[tiny.test].bincount().tolist()
     right = [f"{c}: {100 * int(h) / n:.1f}" for c, h, n in zip("abc", hits, labels, strict=True)]
     assert f"right at the last evaluation, by class: {', '.join(right)}\n" in printed
-    assert labels == [15, 22, 23] and "(always answering c: 38.3)" in printed
 
 
 def test_without_held_out_samples_only_ood_is_measured(start):
