@@ -1,3 +1,6 @@
+import random
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +21,7 @@ from common.train import (
 
 def trained(trainer, ids=(0,), t=1, update=local_solver, **more):
     """What these clients return, who start from the initial weights."""
-    return trainer.train(update, trainer.initial, torch.tensor(ids, dtype=torch.long), t, **more)
+    return trainer.train(update, trainer.initial, [*ids], t, **more)
 
 
 # ----------------------------------------------------------------------------------- local training
@@ -31,23 +34,30 @@ def test_adams_first_step_has_the_size_of_the_learning_rate(trainer):
     assert (step > 0.95e-3).float().mean() > 0.5, "a gradient well above epsilon moves it by lr"
 
 
-def draw(model, batches):
-    return torch.rand(3)
+def draw(*given):
+    return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])
+
+
+def learn_and_draw(*given):
+    local_solver(*given)
+    return draw().sum().numpy()
 
 
 def test_what_a_client_learns_and_draws_does_not_depend_on_who_trained_before(tiny, trainer):
     model = build("resblocks", (1, 8, 8), 3, width=0.01, dropout=0.5)
     local, done = LocalTraining(epochs=2, lr=0.01, optimizer="adam"), []
-    trainer, before = Trainer(tiny, trainer.clients, model, local=local), torch.get_rng_state()
+    trainer = Trainer(tiny, trainer.clients, model, local=local)
     trainer.progress = lambda *of_batch: done.append(of_batch)
-    both, _ = trained(trainer, (0, 1))
+    devices.seed_all(0, "test")
+    expected = draw()
+    devices.seed_all(0, "test")
+    both, losses = trained(trainer, (0, 1), update=learn_and_draw)
     rounds, shares = zip(*done, strict=True)
     assert {*rounds} == {1} and sum(shares) == pytest.approx(1), "the clock has moved by a round"
     [noise] = trainer.map(draw, trainer.initial, torch.tensor([0, 1]), [tiny.train] * 2, 1)
-    assert torch.equal(torch.get_rng_state(), before), "training leaves the generator alone"
-    torch.rand(7)
-    alone, _ = trained(trainer, (1,))
-    assert torch.equal(both[1], alone[0])
+    assert torch.equal(draw(), expected), "training leaves the generators alone"
+    alone, loss = trained(trainer, (1,), update=learn_and_draw)
+    assert torch.equal(both[1], alone[0]) and losses[1] == loss != losses[0]
     assert not torch.equal(trained(trainer, (1,), 2)[0], alone), "another round has other batches"
     [same] = trainer.map(draw, trainer.initial, torch.tensor([1]), [tiny.train] * 2, 1)
     assert torch.equal(noise[1], same[0]) and len(noise.unique()) == 6
@@ -60,7 +70,9 @@ def test_a_process_without_a_client_trains_the_smallest_one_as_the_others_do(tra
     monkeypatch.setattr(ranks, "RANK", 1)
     monkeypatch.setattr(ranks, "exchange", lambda mine: [mine])
     monkeypatch.setattr(ranks, "add_up", lambda table: table.add_(alone))
-    assert torch.equal(torch.column_stack(trained(trainer)), alone) and trainer.checked
+    assert torch.equal(torch.column_stack(trained(trainer)), alone)
+    with pytest.raises(UserError, match="client 0 ends with other weights in another process"):
+        trained(trainer, update=lambda *given: local_solver(*given) + 1)  # is checked, too
 
 
 def test_each_client_gets_its_own_value_and_all_get_the_shared_one(tiny, trainer):
@@ -159,13 +171,13 @@ def test_an_evaluation_by_hand(tiny, trainer):
     trainer.clients = Clients(train, parts, 20, 2, groups, tests)
     theta = torch.zeros_like(trainer.initial)
     theta[-2] = 5.0  # the bias of class 1; the logits of all samples are 0, 5, 0
-    selected, losses = torch.tensor([1, 4]), torch.tensor([0.5, 1.0])
+    selected, losses = [1, 4], torch.tensor([0.5, 1.0])
 
     def share(samples):
         return pytest.approx((tiny.y[samples] == 1).float().mean().item())
 
     found = trainer.evaluate(theta, 1, selected, losses)
-    assert torch.equal(found.pop("selected"), selected)
+    assert found.pop("selected") == selected
     confusion = torch.zeros(3, 3, dtype=torch.long)
     confusion[:, 1] = tiny.y[tiny.test[30:]].bincount(minlength=3)
     assert torch.equal(found.pop("confusion"), confusion)
