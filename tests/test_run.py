@@ -191,10 +191,6 @@ HABITS = {  # what somebody imports, and the clients that he selects with it in 
     "random": ("import random", SAMPLE),
     "numpy": ("import numpy as np", CHOOSE),
     "torch": ("", "torch.randperm(clients.participating)[: clients.per_round]"),
-    "lambda": (
-        "import random\nfirst = lambda k: random.random()",
-        "sorted(range(9), key=first)[:4]",
-    ),
     "helper": ("import helper", "helper.choose(clients)"),
     "clock": ("import time, random", f"random.Random(time.time_ns()).{SAMPLE[7:]}"),
     "count": ("import itertools\nturn = itertools.count()", "[next(turn) % 9 for _ in range(4)]"),
@@ -339,6 +335,13 @@ fediir --test-domain mono --dataset glyphs --model resblocks -> has batch norm
 fediir --dataset some/folder --model convnet --clients 4 -> --test-domain is missing
 uefl --partition domain --rotate 0 360 -> name each angle once
 minimax_select --clients 3 -> over 3 clients
+minimax_select --dataset colours --clients 8 --partition rare -> needs 5 classes
+fedavg --partition iid --clients 1201 -> 12000 samples are too few for 1201 clients, because each
+fediir --partition domain --clients 1 --dataset glyphs -> --clients 1 is fewer than the
+fedavg --clients 9 --sample 5 -> --sample 5: only 4 of 9 clients participate; lower it, or raise
+fedavg --clients 4 --participating 9 -> --participating 9 is more than the 4 clients
+uefl --silos 1 -> give a number for each of 3 domains
+uefl --silo-size 9999 -> lower --silo-size, because a silo takes 9999 samples, and the domains have
 entropy_weighting --test-domain gothic -> no domain 'gothic' in glyphs; its domains are
 uefl --sample 3 -> --sample: in UEFL all clients train
 uefl --model convnet -> convnet has no dropout
