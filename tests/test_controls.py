@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 import torch
-from helpers import ROOT, logits_by_hand, make_tiny, prepared
+from helpers import ROOT, logits_by_hand, prepared, ten_classes
 
 import fedavg
 from common import random_at
@@ -48,11 +48,9 @@ def test_grey_digits_have_the_shapes_of_the_coloured_ones_and_no_colour(patched)
 
 
 def test_twins_are_two_clients_for_each_rare_class(patched):
-    tiny = make_tiny(n_train=1200)
-    y = torch.arange(len(tiny.y)) % 10
-    data = type(tiny)("ten", tiny.x, y, tiny.train, tiny.test, list("0123456789"))
+    data = ten_classes()
     clients = patched("twins", "common/splits.py")["make_clients"](data, 3, "rare", clients=20)
-    held = [{*y[samples].tolist()} for samples in clients.train]
+    held = [{*data.y[samples].tolist()} for samples in clients.train]
     assert [held.count({c}) for c in (7, 8, 9)] == [2, 2, 2]
     assert sum(classes <= {*range(7)} for classes in held) == 14
     assert clients.groups == ["one class" if len(s) == 1 else "more classes" for s in held]

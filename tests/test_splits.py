@@ -3,9 +3,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers import ten_classes
 
 from common import UserError, random_at
-from common.data import Dataset
 from common.splits import by_domain, dirichlet, hold_out, make_clients, sample, shards
 
 
@@ -85,16 +85,6 @@ def test_generators_at_different_addresses_differ():
 
 
 # ---------------------------------------------------------------- from flags to clients
-
-
-def ten_classes(n=6000, n_test=700) -> Dataset:
-    """Empty images with ten labels, of which some are rarer than others, and two domains."""
-    rng = np.random.default_rng(1)
-    y = torch.from_numpy(rng.choice(10, n + n_test, p=np.arange(10, 20) / 145))
-    domain = torch.from_numpy(rng.integers(0, 2, n + n_test))
-    train, test = torch.arange(n), torch.arange(n, n + n_test)
-    x = torch.zeros(n + n_test, 1, 1, 1, dtype=torch.uint8)
-    return Dataset("ten", x, y, train, test, list("0123456789"), domain, ["light", "dark"])
 
 
 def held_by(clients):
