@@ -1,13 +1,11 @@
 """The controls that change the data or FedAvg: each diff does what its paragraph says."""
 
-import os
 import runpy
-import shutil
-import subprocess
 
 import pytest
 import torch
-from helpers import ROOT, logits_by_hand, prepared, ten_classes
+from helpers import logits_by_hand, prepared, ten_classes
+from test_variations import CONTROLS, apply
 
 import fedavg
 from common import random_at
@@ -21,13 +19,10 @@ def patched(tmp_path):
     """patched(name, file): what is defined in this file after this diff."""
 
     def load(name, file):
-        (tmp_path / "common").mkdir(exist_ok=True)
-        shutil.copy(ROOT / file, tmp_path / file)
-        alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
-        diff = ROOT / f"results/controls/{name}.diff"
-        git = ["git", "apply", f"--include={file}", diff]
-        subprocess.run(git, cwd=tmp_path, env=alone, check=True)
-        return runpy.run_path(str(tmp_path / file))
+        tree = tmp_path / name
+        if not tree.exists():
+            assert not apply(CONTROLS / f"{name}.diff", tree)
+        return runpy.run_path(str(tree / file))
 
     return load
 
@@ -144,8 +139,8 @@ def test_batch_norm_is_tested_in_four_ways(patched, tiny):
     """By hand, for batches of 15 images of one class."""
     by_class = [tiny.test[tiny.y[tiny.test] == c][:15] for c in range(3)]
     ood = torch.cat(by_class)
-    clients = Clients([*tiny.train.split(40)], [], 3, 2, [""] * 3, {"ood": ood})
-    clients.test = [tiny.test[:0]] * 3
+    nothing = [tiny.test[:0]] * 3
+    clients = Clients([*tiny.train.split(40)], nothing, 3, 2, [""] * 3, {"ood": ood})
     model = patched("batch-norm", "common/models.py")["build"]("cnn", (1, 8, 8), 3, width=0.125)
     local = LocalTraining(epochs=1, batch_size=10, lr=0.05)
     trainer = patched("batch-norm", "common/train.py")["Trainer"](tiny, clients, model, local=local)
