@@ -338,6 +338,8 @@ entropy_weighting --test-domain gothic -> no domain 'gothic' in glyphs; its doma
 uefl --sample 3 -> --sample: in UEFL all clients train
 uefl --model convnet -> convnet has no dropout
 uefl --segments 7 -> --segments 7 does not divide
+fedavg --dataset colours --model vgg16 -> take another model, or larger images
+fedavg --dataset colours --model resnet50 -> take another model, or larger images
 fedavg --pretrained -> no ImageNet weights for cnn
 fedavg --pretrained weights.pt --model resnet18 -> cannot be loaded from weights.pt
 fedavg --device cuda:77 -> --device cuda:77 cannot be used
