@@ -128,8 +128,10 @@ def test_each_kind_of_measure_by_hand():
     assert difference == ("a - b", "3", "+0.0", "+0.0", "", "")
 
 
-SHARED = {"accuracies": [0.5] * 9, "model": "cnn", "gamma": 1, "rotate": [0, 90]}
-SHARED |= {"small": False, "data_dir": "x"}
+SHARED = {
+    "accuracies": [0.5] * 9, "model": "cnn", "gamma": 1, "rotate": [0, 90],
+    "small": False, "data_dir": "x",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
