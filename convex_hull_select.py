@@ -35,7 +35,7 @@ from scipy.spatial import ConvexHull
 from torch import Tensor
 
 from common import RunError, random_at, splits, train
-from common.runner import compare, flags, launch, plots
+from common.runner import compare, flags, launch
 
 
 def inner_products(g: Tensor) -> Tensor:
@@ -147,12 +147,6 @@ def federate(args, clients, trainer, state):
         yield {"t": t, "w": w, "table": table}, trainer.evaluate(w, t, selected, losses)
 
 
-def picture(run, state) -> None:
-    """hull.png: the clients' latest updates in the space of the hull, and its vertices."""
-    points = principal_components(state["table"], run.args.hull_dim, run.args.unit_length)
-    plots.hull(run, points, vertices_of(points))
-
-
 # The settings of section V, unless a line says otherwise. Of 100 clients 40 participate, as there:
 # see participation() in common/splits.py. The paper is silent about the rounds, tunes lr over
 # {0.1, 0.01, 0.001}, and has alpha_i = 1 / K in its theory.
@@ -195,9 +189,7 @@ def main(argv: list[str] | None = None):
         "clients more often than random selection does, and the model knows their classes better"
     )
     shows_in = {"rare_selected": "above", "rare_accuracy": "above", "ood_accuracy": "above"}
-    return compare.run(
-        args, federate, args.selection, baselines, prediction, shows_in, picture=picture
-    )
+    return compare.run(args, federate, args.selection, baselines, prediction, shows_in)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from common import random_at, splits, train
-from common.runner import compare, flags, launch, plots
+from common.runner import compare, flags, launch
 
 
 def label_entropy(label_counts: Tensor) -> Tensor:
@@ -88,13 +88,6 @@ def federate(args, clients, trainer, state):
         yield {"t": t, "w": w}, trainer.evaluate(w, t, selected, losses) | objective
 
 
-def picture(run, state) -> None:
-    """weights.png: what each client holds, and how much it counts."""
-    counts = run.clients.label_counts[run.clients.ids]
-    alphas = {by: aggregation_weights(by, counts) for by in ("entropy", "equal", "size")}
-    plots.weights(run, counts, label_entropy(counts), alphas)
-
-
 # The settings of section V, unless a line says otherwise. Of 100 clients 40 participate, as there,
 # and 10 train in a round: see participation() in common/splits.py. The paper is silent about these
 # 10 and about the rounds, and tunes lr over {0.1, 0.01, 0.001}.
@@ -130,9 +123,7 @@ def main(argv: list[str] | None = None):
         "class does not, so the model learns more if clients with many classes count more"
     )
     shows_in = {"ood_accuracy": "above"}
-    return compare.run(
-        args, federate, args.weighting, baselines, prediction, shows_in, picture=picture
-    )
+    return compare.run(args, federate, args.weighting, baselines, prediction, shows_in)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from common import RunError, random_at, splits, train
-from common.runner import compare, flags, launch, plots
+from common.runner import compare, flags, launch
 
 
 def inner_products(g: Tensor) -> Tensor:
@@ -158,10 +158,7 @@ def main(argv: list[str] | None = None):
         "clients more often than random selection does, and the model knows their classes better"
     )
     shows_in = {"rare_selected": "above", "rare_accuracy": "above", "ood_accuracy": "above"}
-    return compare.run(
-        args, federate, args.selection, baselines, prediction, shows_in,
-        picture=lambda run, state: plots.similarity(run, cosines(state["table"]).cpu()),
-    )  # fmt: skip
+    return compare.run(args, federate, args.selection, baselines, prediction, shows_in)
 
 
 if __name__ == "__main__":

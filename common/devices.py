@@ -20,11 +20,10 @@ def set_up(device: str, precision: str, model: str) -> tuple[torch.device, str]:
     system gets freed memory back.
 
     device     with `auto` (a GPU if there is one) or `cuda`, each rank has one
-    precision  tf32 is float32, but a GPU's convolutions round their factors to 10 bits. All other
-               products stay exact, among them those of the server. `auto` takes bfloat16 if the
-               hardware multiplies in it, else tf32. On a GPU it takes tf32 for the models of
-               models.OWN, too: they are so small that starting a kernel takes longer than its work,
-               and each cast to bfloat16 is a kernel. On a CPU, tf32 means float32
+    precision  `auto` takes bfloat16 if the hardware multiplies in it, else float32. On a GPU it
+               takes float32 for the models of models.OWN, too: they are so small that starting a
+               kernel takes longer than its work, and each cast to bfloat16 is a kernel. In float32,
+               a GPU's convolutions round their factors to 10 bits, as is PyTorch's default
 
     Raises UserError if the device does not exist, or if two ranks would share a GPU.
     """
@@ -40,10 +39,7 @@ def set_up(device: str, precision: str, model: str) -> tuple[torch.device, str]:
         else:
             can = torch.cpu.get_capabilities()
             fast = can.get("avx512_bf16") or can.get("amx_bf16")
-        precision = "bfloat16" if fast else "tf32"
-    if precision == "tf32" and not on_gpu:
-        precision = "float32"
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+        precision = "bfloat16" if fast else "float32"
     _keep_freed_memory()
     return found, precision
 

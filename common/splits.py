@@ -148,19 +148,17 @@ def by_class(labels: Tensor, partition: str, classes: int, clients: int, rng: Ge
         if classes < 5 or clients <= len(ones):
             raise UserError(f"--partition rare needs 5 classes, and over {len(ones)} clients")
     wanted, size = ones + [others] * (clients - len(ones)), len(labels) // (2 * clients)
-    mixed = shuffled(torch.arange(len(labels)), rng)
-    owner = torch.full_like(labels, -1)
+    parts, left = {}, shuffled(torch.arange(len(labels)), rng)
     # Those who want many classes come first. The others would take the first samples of their class
     for k in sorted(range(clients), key=lambda k: -len(wanted[k])):
-        is_left = (owner[mixed] == -1) & torch.isin(labels[mixed], torch.tensor(wanted[k]))
-        mine = mixed[is_left][:size]
+        mine = left[torch.isin(labels[left], torch.tensor(wanted[k]))][:size]
         if len(mine) < size:
             raise UserError(
                 f"too few samples of the classes {wanted[k]}: raise --clients, or choose another "
                 "--partition"
             )
-        owner[mine] = k
-    return [mixed[owner[mixed] == k] for k in range(clients)]
+        parts[k], left = mine, left[~torch.isin(left, mine)]
+    return [parts[k] for k in range(clients)]
 
 
 def hold_out(clients: Parts, share: float, rng: Generator) -> tuple[Parts, Parts]:

@@ -108,7 +108,7 @@ class Trainer:
     """Local training and evaluation of these clients, with one model for all of them.
 
     precision       "bfloat16": the model's forward pass runs under autocast, while weights, losses
-                    and the server stay in float32; "float32" or "tf32": see devices.set_up
+                    and the server stay in float32; "float32": see devices.set_up
     rounds          evaluate() measures in this round, and in every `evaluate_every`-th one
     progress        called with a round and the share of its training that has just been done
 
@@ -324,7 +324,6 @@ class Trainer:
         The others are measured in the rounds that are due:
 
         accuracies       on each participating client's held-out samples [M]
-        worst_tenth      mean of the tenth of these with the lowest accuracies
         id_accuracy      on the held-out samples of all participating clients together
         id_selected      the same for the clients selected in this round, int64 [K]: Wu et al.'s ID
         ood_accuracy     on clients.tests["ood"], and so on for the other test sets there
@@ -391,9 +390,7 @@ def accuracy_columns(answers: Tensor, tests: Mapping[str, Tensor]) -> dict:
     """Columns of metrics.csv, from confusions: of the clients [M, C, C], and by test set [C, C]."""
     row = {}
     if len(answers):
-        each = accuracy(answers)
-        row |= {"accuracies": each, "worst_tenth": worst_tenth(each)}
-        row["id_accuracy"] = accuracy(answers.sum(0))
+        row |= {"accuracies": accuracy(answers), "id_accuracy": accuracy(answers.sum(0))}
     for name, of_test in tests.items():
         row[f"{name}_accuracy"] = accuracy(of_test)
     row["confusion"] = tests["ood"] if "ood" in tests else answers.sum(0)
@@ -409,11 +406,6 @@ def confusion(labels: Tensor, predicted: Tensor, classes: int) -> Tensor:
 def accuracy(confusion: Tensor) -> Tensor:
     """The share of right answers, from the counts that confusion() returns [..., C, C]."""
     return confusion.diagonal(dim1=-2, dim2=-1).sum(-1) / confusion.sum((-2, -1))
-
-
-def worst_tenth(accuracies: Tensor) -> Tensor:
-    """The mean of the lowest tenth of these accuracies [M], or of the lowest one."""
-    return accuracies.sort().values[: max(1, len(accuracies) // 10)].mean()
 
 
 def finite(results: Tensor) -> Tensor:

@@ -15,43 +15,26 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from common import UserError
 from common.runner import launch
-from results.tables import RESULTS, read, read_csv
+from results.tables import RESULTS, csv_of, read, read_csv
 
 ROOT = RESULTS.parent
-EXPERIMENTS = {
-    (row["experiment"], seed): row
-    for row in read_csv(RESULTS / "experiments.csv")
-    for seed in row["seeds"].split()
-}
-
-
-def csv_of(name):
-    """The CSV of an experiment, which the first word of its name names."""
-    return RESULTS / f"{name.split('/')[0]}.csv"
-
-
-def diff_of(variation):
-    """The diff of this name in docs/variations/ or results/controls/. There is one."""
-    (diff,) = ROOT.glob(f"*/*/{variation}.diff")
-    return diff
+EXPERIMENTS = {row["experiment"]: row for row in read_csv(RESULTS / "experiments.csv")}
 
 
 def recorded(name, seed):
-    """The lines of a run in its CSV, without what its first line says about it, or []."""
-    lines = read(csv_of(name)).get(name, {}).get(int(seed), [])
-    return [[*line.values()][4:] for line in lines]
+    """The lines of a run in its CSV, or []."""
+    return read(csv_of(name)).get(name, {}).get(int(seed), [])
 
 
 def run(folder, job):
     """Runs an experiment with a seed in a copy of the code. Returns both, or None if it fails."""
     name, seed = job
-    out, experiment = folder / name / seed, EXPERIMENTS[job]
+    out, experiment = folder / name / seed, EXPERIMENTS[name]
     out.mkdir(parents=True, exist_ok=True)
     words = [*experiment["command"].split(), "--seed", seed, "--out", out]
     if (out / "args.json").exists():
@@ -60,26 +43,28 @@ def run(folder, job):
     with TemporaryDirectory() as code, Path(f"{out}.log").open("a") as log:
         not_code = shutil.ignore_patterns(".*", "runs", "data", "results")
         shutil.copytree(ROOT, code, ignore=not_code, dirs_exist_ok=True)
-        if experiment["variation"]:
-            for git in (["init", "--quiet"], ["apply", diff_of(experiment["variation"])]):
+        if experiment["variation"]:  # in docs/variations/ or results/controls/
+            (diff,) = ROOT.glob(f"*/*/{experiment['variation']}.diff")
+            for git in (["init", "--quiet"], ["apply", diff]):
                 subprocess.run(["git", *git], cwd=code, check=True)
         if subprocess.run(words, cwd=code, stdout=log, stderr=log).returncode == 0:
             return job
     print(f"{name}, seed {seed}: failed, see {out}.log", flush=True)
 
 
-def lines(out, columns):
-    """Of the run in a folder: its code and torch, and the cells of each round that has some."""
+def lines(out, label, seed, columns):
+    """The lines of the run in a folder for its CSV: of each round that has some of its columns."""
     about, so_far, found = json.loads((out / "args.json").read_text()), set(), []
     for row in read_csv(out / "metrics.csv"):
         selected = row["selected"].split()
         so_far.update(selected)
         row |= {"clients": str(len(selected)), "clients_so_far": str(len(so_far))}
-        cells = [row.get(column, "") for column in columns[4:]]
-        if any(cells[1:]):  # the first one is the round
-            found.append(cells)
+        if any(row.get(column) for column in columns[5:]):  # beside the round
+            found.append(row)
     torch = re.search(r"torch ([^,]*)", about["machine"])[1]
-    return [about["flags"]["code"][:7], torch], found
+    code = about["flags"]["code"][:7]
+    found[0] |= {"experiment": label, "seed": seed, "code": code, "torch": torch}
+    return [{column: row.get(column, "") for column in columns} for row in found]
 
 
 def record(folder, name, seed):
@@ -90,17 +75,17 @@ def record(folder, name, seed):
     """
     file, words = csv_of(name), []
     text = file.read_text()
+    columns = text.split("\n")[0].split(",")
     for out in [folder / name / seed, *sorted((folder / name).glob(f"{seed}-*"))]:
         label = name + out.name.removeprefix(seed)
-        about, now = lines(out, text.split("\n")[0].split(","))
+        now = lines(out, label, seed, columns)
         if then := recorded(label, seed):
-            filled = [i for i, column in enumerate(zip(*then, strict=True)) if any(column)]
-            old, new = ([[line[i] for i in filled] for line in of] for of in (then, now))
+            filled = {c for line in then for c in line if line[c]} - {"code", "torch"}
+            old, new = ([{c: line[c] for c in filled} for line in of] for of in (then, now))
             words.append("repeats" if old == new else "differs")
         else:
             words.append("recorded")
-            for i, line in enumerate(now):
-                text += ",".join(([""] * 4 if i else [label, seed, *about]) + line) + "\n"
+            text += "".join(",".join(line.values()) + "\n" for line in now)
         print(f"{label}, seed {seed}: {words[-1]}", flush=True)
     file.write_text(text)
     return "differs" not in words
@@ -111,15 +96,15 @@ def main():
     parser.add_argument("names", nargs="*", metavar="BEGINNING", default=[""])
     parser.add_argument("--check", action="store_true", help="run recorded ones again")
     args = parser.parse_args()
-    jobs = [job for job in EXPERIMENTS if "/".join(job).startswith(tuple(args.names))]
+    jobs = [(name, seed) for name, row in EXPERIMENTS.items() for seed in row["seeds"].split()]
+    jobs = [job for job in jobs if "/".join(job).startswith(tuple(args.names))]
     jobs = [job for job in jobs if bool(recorded(*job)) == args.check]
     if not jobs:
-        what = "recorded experiment" if args.check else "experiment that is not recorded yet"
-        raise UserError(f"there is no such {what}: see experiments.csv")
+        raise UserError("no such experiment: new ones run without --check, recorded ones with it")
     jobs.sort(key=lambda job: int(job[1]))  # seed by seed
     with TemporaryDirectory() as again, ThreadPoolExecutor(2) as two:
         folder = Path(again) if args.check else ROOT / "runs/experiments"
-        same = [job and record(folder, *job) for job in two.map(partial(run, folder), jobs)]
+        same = [job and record(folder, *job) for job in two.map(lambda job: run(folder, job), jobs)]
     sys.exit(not all(same))
 
 

@@ -3,16 +3,16 @@
 A `c` is a Comparison of tables.py.
 """
 
-from itertools import chain, groupby
+import re
 
 import numpy as np
 from scipy.stats import ttest_1samp
 
+from common import UserError
 from common.runner import plots
-from common.runner.measures import in_percent, measure_of
-from common.runner.table import interval, pm, show, with_interval, without_empty_columns
-from results import tables
-from results.tables import RESULTS, around, read_csv, series
+from common.runner.measures import in_percent
+from common.runner.table import interval, pm, show, with_interval
+from results.tables import RESULTS, Comparison, around, read_csv, recorded_runs, series
 
 DASH = "\N{EN DASH}"
 
@@ -43,77 +43,58 @@ def difference(c, measure=None):
     return f"{mean:.2f} ({low:.2f} to {high:.2f})"
 
 
-def worth(rows):
-    """README's table: what the papers gain over their baselines, and what we see."""
-    ours = ["ours, when the baseline is as accurate as the paper's", "ours, at the end", "seeds"]
-    lines = [["points of accuracy", "the paper", *ours]]
-    for c in rows:
-        name, baseline, data = c.names()
-        there = difference(c, around(level)) if (level := c.level()) else DASH
-        by = [f"{c.effect:+.1f}" if c.paper else DASH, there, difference(c), f"{len(c.common)}"]
-        lines.append([f"{name}, over {baseline} ({data})", *by])
-    return lines
+def cells(c):
+    """All that a table can say about a comparison: the header of a column -> text."""
+    (method, baseline), level = c.sides(), c.level()
+    seeds = "-".join(map(str, sorted({c.common[0], c.common[-1]})))
+    paper = show(c.effect, c.column, "+") if c.paper else ""
+    there = difference(c, around(level)) if level else ""
+    at_level = f"{there}{of_equal(c, around(level))}, round {level}" if level else ""
+    found = {
+        "method": pm(method, c.column),
+        "baseline": pm(baseline, c.column),
+        "difference": difference(c) + (" times" if c.is_ratio else ""),
+        "p of zero": "" if c.p is None else show_p(c.p),
+        # README only says how many, and so does a row that takes all
+        "seeds": seeds if c.seeds and c.page != "README" else f"{len(c.common)}",
+        "the paper, p of equal": paper + of_equal(c),
+        "ours at its level, p of equal": at_level,
+        "the paper": paper or DASH,
+        "ours, when the baseline is as accurate as the paper's": there or DASH,
+        "ours, at the end": difference(c),
+        "accuracy": f"{method.mean():.1f}",
+        "instead of": f"{baseline.mean():.1f}",
+        "difference, by seed": ", ".join(f"{d:+.1f}" for d in c.difference()),
+    }
+    for t in (10, 20, 50):  # mean, smallest and largest of the evaluations around these rounds
+        v = c.values[0][..., around(t)(c.rounds)]
+        text = f"{v.mean():.1f} ({v.min():.1f} to {v.max():.1f})"
+        found[f"round {t}"] = text if t in c.rounds else DASH
+    return found
 
 
-def also(rows):
-    """What else was run: only differences. A label that begins with ; continues the row above."""
-    lines = [["", "difference", "seeds"]]
+def build(file, name, rows):
+    """Writes a table into a page, below its line <!-- NAME --> and a header.
+
+    The header says which cells a row has after its label. A label that begins with ; continues the
+    row above.
+    """
+    text = file.read_text()
+    # Group 1 is the mark and the header, group 2 the columns after the label; old lines follow
+    found = re.search(rf"(<!-- {name} -->\n\|.*? \| (.*) \|\n.*\n)(\|.*\n)*", text)
+    if not found:
+        raise UserError(f"{file} has no line <!-- {name} --> with the header of a table below")
+    lines = []
     for c in rows:
+        of_c = cells(c)
+        line = [c.label, *(of_c[column] for column in found[2].split(" | "))]
         if c.label.startswith(";"):
-            assert lines[-1][2] == seeds(c), f"{c.label} has other seeds than the row above"
-            lines[-1][0] += c.label
-            lines[-1][1] += f"; {difference(c)}"
-        else:
-            lines.append([c.label, difference(c), seeds(c)])
-    return lines
-
-
-def reached(rows):
-    """What FedAvg reaches: mean, smallest and largest of the evaluations around these rounds."""
-    at = [10, 20, 50]
-    lines = [["", *(f"round {t}" for t in at), "seeds"]]
-    for c in rows:
-        cells = []
-        for t in at:
-            v = c.values[0][..., around(t)(c.rounds)]
-            text = f"{v.mean():.1f} ({v.min():.1f} to {v.max():.1f})"
-            cells.append(text if t in c.rounds else DASH)
-        lines.append([c.label, *cells, f"{len(c.common)}"])
-    return lines
-
-
-def causes(rows):
-    """What a change brings: both sides, and the difference of each seed."""
-    lines = [["", "accuracy", "instead of", "difference, by seed"]]
-    for c in rows:
-        by_seed = ", ".join(f"{d:+.1f}" for d in c.difference())
-        lines.append([c.label, *(f"{side.mean():.1f}" for side in c.sides()), by_seed])
-    return lines
-
-
-def table(rows):
-    """Method and baseline, with the paper's effect, and ours at its level with p and the round."""
-    header = ["", "method", "baseline", "difference", "p of zero", "seeds"]
-    lines = [[*header, "the paper, p of equal", "ours at its level, p of equal"]]
-    for c in rows:
-        method, baseline = (pm(side, c.column) for side in c.sides())
-        by, p = difference(c) + " times" * c.is_ratio, show_p(c.p) if c.p is not None else ""
-        paper = at_level = ""
-        if c.paper:
-            paper = show(c.effect, c.column, "+") + of_equal(c)
-        if level := c.level():
-            there = around(level)
-            at_level = f"{difference(c, there)}{of_equal(c, there)}, round {level}"
-        lines.append([c.label, method, baseline, by, p, seeds(c), paper, at_level])
-    return without_empty_columns(lines)
-
-
-def seeds(c):
-    """Which they are if the line of comparisons.csv says so, and else how many."""
-    if not c.seeds:
-        return f"{len(c.common)}"
-    of_both = sorted({min(c.common, key=int), max(c.common, key=int)}, key=int)
-    return "-".join(map(str, of_both))
+            label, by, seeds = lines.pop()
+            assert seeds == of_c["seeds"], f"{c.label} has other seeds than the row above"
+            line = [label + c.label, f"{by}; {of_c['difference']}", seeds]
+        lines.append(line)
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    file.write_text(text[: found.end(1)] + table + text[found.end() :])
 
 
 def picture(file, rows):
@@ -122,10 +103,9 @@ def picture(file, rows):
     Its title says what is compared, of what, and the difference as in the table. Dotted is what the
     paper reports, and the vertical line is the round in which the baseline is as accurate.
     """
-    height = len(rows) // 2
-    with plots.picture(file, 7.2, 2.9 * height) as figure:
-        for axes, c in zip(figure.subplots(height, 2).flat, rows, strict=True):
-            *names, what = c.names()
+    with plots.picture(file, 7.2, 1.45 * len(rows)) as figure:
+        for axes, c in zip(figure.subplots(len(rows) // 2, 2).flat, rows, strict=True):
+            *names, what = re.split(", not |, over |: | \\(", c.label.removesuffix(")"))
             by = f"{'ratio' if c.is_ratio else 'at the end'} {difference(c)}"
             title = f"{' against '.join(names)}\n{what}\n{by}"
             for k, of_seeds in enumerate(c.over_experiments(c.values)):
@@ -142,34 +122,31 @@ def picture(file, rows):
 def curves(file, lines, runs):
     """The curves on a method's page, from runs: experiment -> seed -> run.
 
-    lines  those of curves.csv: each names a label, its experiment, and the columns of its panels;
-           lines with the same panel share them, and its name is their title if it is not empty
+    lines  those of curves.csv: each names a curve's panel, by title and column, and its label and
+           experiment. In all panels of a picture are the chance of so many classes, and vertical
+           lines at the ends of UEFL's iterations
     """
-    found = []
-    for panel, of_panel in groupby(lines, lambda line: line["panel"]):
-        of_panel = [*of_panel]
-        for column in of_panel[0]["columns"].split():
-            of_labels = {}
-            for line in of_panel:
-                of_runs = [series(run, column) for run in runs[line["experiment"]].values()]
-                values = np.array([[*of_run.values()] for of_run in of_runs])
-                of_labels[line["label"]] = ([*of_runs[0]], values)
-            title = "accuracy, turned silos" if "[" in column else measure_of(column).title
-            found.append((column, panel or title, of_labels))
-    classes = 2 if file.stem == "fediir" else 10
-    plots.panels(file, found, classes, [6, 12] if "uefl" in file.stem else [])
+    panels = {}
+    for line in lines:
+        of_runs = [series(run, line["column"]) for run in runs[line["experiment"]].values()]
+        values = np.array([[*of_run.values()] for of_run in of_runs])
+        of_labels = panels.setdefault((line["column"], line["title"]), {})
+        of_labels[line["label"]] = ([*of_runs[0]], values)
+    found = [(*panel, of_labels) for panel, of_labels in panels.items()]
+    plots.panels(file, found, int(line["classes"]), [*map(int, line["ends"].split())])
 
 
 def main():
-    runs = tables.recorded_runs()
-    blocks = tables.comparisons(runs)
-    rows = [*chain(*blocks.values())]
+    runs = recorded_runs()
+    rows = [Comparison(runs, **line) for line in read_csv(RESULTS / "comparisons.csv")]
     for family in {c.family for c in rows} - {""}:
         correct([c for c in rows if c.family == family])
-    special = {"worth": worth, "also": also, "reached": reached, "lower": causes, "higher": causes}
-    for (page, name), of_table in blocks.items():
-        tables.build(RESULTS / f"../{page}.md", name, special.get(name, table)(of_table))
+    for page, block in {(c.page, c.block) for c in rows}:
+        of_block = [c for c in rows if (c.page, c.block) == (page, block)]
+        build(RESULTS / f"../{page}.md", block, of_block)
     for name in {c.picture for c in rows} - {""}:
         picture(RESULTS / f"{name}.png", [c for c in rows if c.picture == name])
-    for name, lines in groupby(read_csv(RESULTS / "curves.csv"), lambda line: line["picture"]):
-        curves(RESULTS / f"../docs/pictures/{name}.png", [*lines], runs)
+    lines = read_csv(RESULTS / "curves.csv")
+    for name in {line["picture"] for line in lines}:
+        of_name = [line for line in lines if line["picture"] == name]
+        curves(RESULTS / f"../docs/pictures/{name}.png", of_name, runs)

@@ -7,10 +7,9 @@ one, run by run with the same seed and test domain, and a number is a mean over 
 table that a run prints at its end. A run that is damaged or has not finished is left out.
 """
 
-import argparse
 import csv
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from common import UserError, first_line
@@ -30,10 +29,8 @@ def read(folder):
         numbers = {column: float(line[column]) for column in table.COLUMNS if line.get(column)}
         rows.append({"round": int(line["round"]), **numbers})
     rows[0]  # a table needs a round at least
-    return Namespace(
-        args=Namespace(**about["flags"]), rows=rows, folder=folder, images=about["data"],
-        machine=about["machine"],
-    )  # fmt: skip
+    args = Namespace(**about["flags"])
+    return Namespace(args=args, rows=rows, images=about["data"], machine=about["machine"])
 
 
 def row(folder):
@@ -41,30 +38,29 @@ def row(folder):
     files = sorted(folder.rglob("metrics.csv"))
     if not files:
         print(f"left out {folder}: there is no run in it, so no metrics.csv", file=sys.stderr)
-    runs, settings = {}, {}
+    runs, folders, settings, machines = [], {}, {}, {}
     for file in files:
         try:
             run = read(file.parent)
-            settings[str(run.folder.relative_to(folder))] = table.settings(run)
-            twin = runs.setdefault(table.which(run), run)
+            name = str(file.parent.relative_to(folder))
+            settings[name], machines[name] = table.settings(run), {"machine": run.machine}
+            twin = folders.setdefault(table.which(run), file.parent)
         except Exception as e:  # of a damaged file it can be of any type
             why = f"not finished or damaged ({first_line(e)})"
             print(f"left out {file.parent}: {why}", file=sys.stderr)
             continue
-        if twin is not run:
-            raise UserError(f"{twin.folder} and {run.folder} have one seed: name each as a row")
+        if twin != file.parent:
+            raise UserError(f"{twin} and {file.parent} have one seed: name each as a row")
+        runs.append(run)
     if different := table.differing(settings):
         raise UserError(f"{folder} is no row, because its runs differ: {different}")
-    machines = {
-        str(run.folder.relative_to(folder)): {"machine": run.machine} for run in runs.values()
-    }
     if different := table.differing(machines):
         print(f"{folder} has runs of several machines: {different}", file=sys.stderr)
-    return [*runs.values()]
+    return runs
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="results.report", description=__doc__.split("\n")[0])
+    parser = ArgumentParser(prog="results.report", description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a row of the table")
     rows = {}
     for word in parser.parse_args().folders:

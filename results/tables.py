@@ -13,10 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from scipy.stats import gmean
-from scipy.stats import t as student
+from scipy import stats
 
-from common import UserError
 from common.runner.measures import in_percent, measure_of
 
 RESULTS = Path(__file__).parent
@@ -27,15 +25,21 @@ def read_csv(file):
     return list(csv.DictReader(lines, restval=""))
 
 
-def read(file):
-    """The runs of a CSV: experiment -> seed -> run."""
+def read(*files):
+    """The runs of these CSVs: experiment -> seed -> run."""
     runs = {}
-    for line in read_csv(file):
-        if line["experiment"]:
-            run = []
-            runs.setdefault(line["experiment"], {})[int(line["seed"])] = run
-        run.append(line)
+    for file in files:
+        for line in read_csv(file):
+            if line["experiment"]:
+                run = []
+                runs.setdefault(line["experiment"], {})[int(line["seed"])] = run
+            run.append(line)
     return runs
+
+
+def csv_of(experiment):
+    """The CSV of an experiment, which the first word of its name names."""
+    return RESULTS / f"{experiment.split('/')[0]}.csv"
 
 
 def series(run, column):
@@ -86,18 +90,13 @@ def equal_samples(run, other):
     return rounds[np.searchsorted(so_far, budget.sum())]
 
 
-def spread(text):
-    """Mean and standard deviation of "42.9 ± 1.1"; a deviation that is not given is 0."""
-    mean, _, deviation = text.partition("±")
-    return float(mean or "nan"), float(deviation or 0)
-
-
 class Comparison(SimpleNamespace):
     """A line of comparisons.csv: a method and a baseline, run by run with the same seeds.
 
     page, block       the table
     family            whose p are corrected for their number, or ""
-    label             "METHOD, not BASELINE: what is compared"
+    label             of a row; in a picture "METHOD, not BASELINE: WHAT" or, as README has it,
+                      "METHOD, over BASELINE (WHAT)"
     method, baseline  experiments; a * stands for several, of which the mean counts
     column            of the runs, see series(); or two, the method's and the baseline's
     seeds             "3-7", or "" for all that both have
@@ -108,17 +107,21 @@ class Comparison(SimpleNamespace):
                       see equal_samples()
     paper, paper_baseline  what the paper reports, as "42.9 ± 1.1"
     picture           the picture in results/ that shows it, or ""
+
+    It finds self.values [method or baseline, seed, experiment, round], and other numbers. With the
+    measures "best" and "samples" all rounds of the method have the number that counts.
     """
 
-    def load(self, runs):
-        """Finds self.values [method or baseline, seed, experiment, round], and other numbers."""
+    def __init__(self, runs, **line):
+        super().__init__(**line)
         patterns = (self.method, self.baseline)
         sides = [[runs[name] for name in fnmatch.filter(runs, pattern)] for pattern in patterns]
         low, high = map(int, (self.seeds or "0-999").split("-"))
         assert all(sides), f"comparisons.csv: there are no runs for {self.label}"
         self.common = sorted(set(range(low, high + 1)).intersection(*sides[0], *sides[1]))
-        papers = [spread(self.paper), spread(self.paper_baseline)]
-        self.paper_means, self.paper_deviations = np.array(papers).T
+        papers = [text or "nan" for text in (self.paper, self.paper_baseline)]
+        papers = [f"{text} ± 0".split("±")[:2] for text in papers]  # not given, a deviation is 0
+        self.paper_means, self.paper_deviations = np.array(papers, float).T
         self.effect = self.paper_means[0] - self.paper_means[1]
         self.p = None  # corrected, if the comparison belongs to a family
         self.is_ratio = self.measure == "ratio"
@@ -132,29 +135,22 @@ class Comparison(SimpleNamespace):
         self.values = np.array([
             [[[*run.values()][: len(self.rounds)] for run in of] for of in side] for side in found
         ])  # fmt: skip
+        if self.measure == "best":
+            self.values[0] = self.values[0].max(-1, keepdims=True)
         if self.measure == "samples":
-            self.equal = [equal_samples(*(side[0][seed] for side in sides)) for seed in self.common]
-
-    def names(self):
-        """The label's parts: method, baseline, and what is compared."""
-        names, _, what = self.label.partition(": ")
-        return *names.split(", not "), what
+            for seed, of_seed in zip(self.common, self.values[0], strict=True):
+                t = equal_samples(*(side[0][seed] for side in sides))
+                of_seed[:] = of_seed[:, around(t)(self.rounds)].mean(-1, keepdims=True)
 
     def over_experiments(self, values):
         """The mean over the experiments: [2, seeds, experiments, ...] becomes [2, seeds, ...]."""
-        return gmean(values, axis=2) if self.is_ratio else values.mean(2)
+        return stats.gmean(values, axis=2) if self.is_ratio else values.mean(2)
 
     def sides(self, measure=None):
         """A measure of the method's and the baseline's runs [2, seeds]."""
         counts = {"last": 1, "all": 10**9, "ratio": 10**9}
         measure = measure or around(10**9, counts.get(self.measure, 5))
-        values = self.values[..., measure(self.rounds)].mean(-1)
-        if self.measure == "best":
-            values[0] = self.values[0].max(-1)
-        if self.measure == "samples":
-            for seed, t in enumerate(self.equal):
-                values[0, seed] = self.values[0, seed][:, around(t)(self.rounds)].mean(-1)
-        return self.over_experiments(values)
+        return self.over_experiments(self.values[..., measure(self.rounds)].mean(-1))
 
     def difference(self, measure=None):
         """Method minus baseline, seed by seed [seeds]; for a ratio, the logarithm of it."""
@@ -182,33 +178,10 @@ class Comparison(SimpleNamespace):
         variances = np.array([difference.var(ddof=1) / n, *self.paper_deviations**2 / 3])
         total = variances.sum()
         freedom = total**2 / (variances**2 / [n - 1, 2, 2]).sum()
-        return 2 * student.sf(abs(difference.mean() - self.effect) / total**0.5, freedom)
+        return 2 * stats.t.sf(abs(difference.mean() - self.effect) / total**0.5, freedom)
 
 
 def recorded_runs():
     """All runs of all CSVs: experiment -> seed -> run."""
-    runs = {}
-    for name in {row["experiment"].split("/")[0] for row in read_csv(RESULTS / "experiments.csv")}:
-        runs |= read(RESULTS / f"{name}.csv")
-    return runs
-
-
-def comparisons(runs):
-    """The lines of comparisons.csv: (page, block) -> lines."""
-    blocks = {}
-    for line in read_csv(RESULTS / "comparisons.csv"):
-        comparison = Comparison(**line)
-        comparison.load(runs)
-        blocks.setdefault((comparison.page, comparison.block), []).append(comparison)
-    return blocks
-
-
-def build(file, name, lines):
-    """Writes a table into a page, after its line <!-- NAME -->."""
-    text, mark = file.read_text(), f"<!-- {name} -->\n"
-    if mark not in text:
-        raise UserError(f"{file} has no line {mark.strip()} for its table")
-    header, *lines = lines
-    lines = [header, ["---"] * len(header), *lines]
-    table = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-    file.write_text(re.sub(rf"{mark}(\|.*\n)*", lambda _: mark + table, text))
+    planned = read_csv(RESULTS / "experiments.csv")
+    return read(*{csv_of(row["experiment"]) for row in planned})

@@ -17,7 +17,6 @@ import uefl
 from common import random_at
 from common.runner import compare
 from common.splits import sample
-from common.train import worst_tenth
 
 CUT = "--model cnn --width 0.125 --local-epochs 2 --batch-size 16 --lr 0.1 --dirichlet 0.5 "
 CUT += "--clients 6 --participating 4 --sample 2 --rounds 3 --no-compare "
@@ -68,11 +67,6 @@ def test_a_method_without_its_idea_is_fedavg(finished, method, shared, without, 
     assert torch.allclose(mine.state["theta"], theirs.state["w"], atol=1e-6)
     for column in ("selected", "id_accuracy", "ood_accuracy", "hits"):
         assert [row[column] for row in mine.rows] == [row[column] for row in theirs.rows]
-
-
-@pytest.mark.parametrize(("clients", "expected"), [(3, 0), (19, 0), (20, 0.5), (39, 1)])
-def test_the_worst_tenth_is_the_mean_of_one_client_in_ten(clients, expected, rng):
-    assert worst_tenth(torch.from_numpy(rng.permutation(clients)).float()) == expected
 
 
 def test_power_of_choice_takes_the_largest_losses_and_breaks_ties_by_id():

@@ -46,4 +46,4 @@ def test_a_run_on_a_gpu(start, method):
 def test_auto_takes_the_gpu_and_the_precision_of_its_hardware(full_precision):
     device, precision = set_up("auto", "auto", "resnet18")
     fast = torch.cuda.is_bf16_supported(False)
-    assert (device.type, precision) == ("cuda", "bfloat16" if fast else "tf32")
+    assert (device.type, precision) == ("cuda", "bfloat16" if fast else "float32")

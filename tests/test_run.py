@@ -29,6 +29,7 @@ from helpers import (
     read_rows,
     selections,
 )
+from matplotlib.figure import Figure
 from ranks import CALLS
 
 import common.data
@@ -39,7 +40,7 @@ import fediir
 import minimax_select
 import uefl
 from common import UserError, ranks
-from common.runner import compare, flags, runs
+from common.runner import compare, flags, plots, runs
 from common.splits import make_clients
 from results import report
 
@@ -63,12 +64,6 @@ BASELINES = {  # sibling -> the same run started by hand
     convex_hull_select: {"random": "--selection random"},
     fediir: {"fedavg": "--gamma 0"},
     uefl: {"static": "--iterations 1 --rounds 4", "fedavg": "--codebook-size 0 --rounds 4"},
-}
-MORE_FILES = {
-    entropy_weighting: {"weights.png"},
-    minimax_select: {"similarity.png"},
-    convex_hull_select: {"hull.png"},
-    uefl: {"uncertainties.png"},
 }
 ADVICE = "lower --lr, or the weight of the method's own penalty if it has one"
 
@@ -155,14 +150,13 @@ def test_baselines_are_ordinary_runs_that_anybody_can_start_by_hand(start, metho
     """Each has its flags, metrics, checkpoint, model and pictures, and can be resumed."""
     folder = start(method, CUTS[method])
     files = {"args.json", "metrics.csv", "checkpoint.pt", "model.pt"}
-    files |= {"confusion.csv", "partition.png", *MORE_FILES.get(method, [])}
+    files |= {"confusion.csv", "clients.png"}
     assert {file.name for file in folder.iterdir()} == {*files, "curves.png"}
     siblings = {f"run-{name}" for name in BASELINES[method]}
     assert {file.name for file in folder.parent.iterdir()} == {"run", *siblings}
     for name, by_hand in BASELINES[method].items():
         baseline = folder.parent / f"run-{name}"
-        no_words = {"uncertainties.png"} if name == "fedavg" else set()  # UEFL has no codebook
-        assert {file.name for file in baseline.iterdir()} == files - no_words
+        assert {file.name for file in baseline.iterdir()} == files
         hand = start(method, f"{CUTS[method]} {by_hand} --no-compare --out hand-{name}")
         assert outcome(baseline) == outcome(hand) != outcome(folder)
         start(method, f"--resume {baseline}")
@@ -396,6 +390,24 @@ def test_a_client_that_diverges_is_named_and_what_has_been_computed_stays(
             assert launched(method, more, start) == (2, [line])
             assert outcome(folder) == ([], healthy[1][:1]) and kept(folder)["t"] == 1
     assert outcome(start(method, "--resume run")) == healthy
+
+
+def test_the_picture_of_the_clients_counts_rounds_and_takes_the_last_numbers(
+    new_run, tiny, monkeypatch
+):
+    run, figures = new_run(), []
+    run.clients = make_clients(tiny, 0, "iid", clients=3, participating=3)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
+    run.rows = [
+        {"selected": [2, 0], "accuracies": [0.1, 0.2, 0.3]},
+        {"selected": [2, 1], "accuracies": [0.5, 0.0, 1.0]},
+        {"selected": [2, 1]},
+    ]
+    plots.clients(run)
+    held, *bars = figures[0].axes
+    assert (run.clients.label_counts.numpy() == held.images[0].get_array().T).all()
+    heights = [[bar.get_height() for bar in axes.patches] for axes in bars]
+    assert heights == [[1, 2, 3], [0.5, 0.0, 1.0]]
 
 
 def test_a_baseline_never_overwrites_another_run(start):

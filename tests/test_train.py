@@ -186,7 +186,6 @@ def test_an_evaluation_by_hand(tiny, trainer):
         "train_loss": 0.75,
         "samples": 0,
         "megabytes": 0,
-        "worst_tenth": pytest.approx(sum(sorted(accuracies)[:2]) / 2),
         "id_accuracy": share(tiny.test),
         "id_selected": share(torch.cat([parts[1], parts[4]])),
         "ood_accuracy": share(tiny.test[30:]),
@@ -239,21 +238,17 @@ def test_weights_go_to_a_vector_and_back_with_the_statistics_of_batch_norm():
 
 
 @pytest.mark.parametrize("has_it", [True, False])
-def test_auto_takes_bfloat16_only_if_the_hardware_has_it_and_tf32_is_for_gpus(monkeypatch, has_it):
-    can, fast = {"avx512_bf16": has_it, "avx2": True}, "bfloat16" if has_it else None
+def test_auto_takes_bfloat16_only_if_the_hardware_has_it(monkeypatch, has_it):
+    can, fast = {"avx512_bf16": has_it, "avx2": True}, "bfloat16" if has_it else "float32"
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: can)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: has_it)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     for name, device, model, expected in (
-        ("auto", "cpu", "resnet18", fast or "float32"),
-        ("auto", "cuda", "resnet18", fast or "tf32"),
-        ("auto", "cuda", "cnn", "tf32"),  # casts would cost more than they save
+        ("auto", "cpu", "resnet18", fast),
+        ("auto", "cuda", "resnet18", fast),
+        ("auto", "cuda", "cnn", "float32"),  # casts would cost more than they save
         ("float32", "cuda", "vgg16", "float32"),
-        ("tf32", "cuda", "vgg16", "tf32"),
-        ("tf32", "cpu", "vgg16", "float32"),
     ):
         monkeypatch.setattr(devices, "_device", lambda name, device=device: torch.device(device))
         assert devices.set_up("any", name, model)[1] == expected
-        assert torch.backends.cudnn.allow_tf32 == (expected == "tf32")
         assert not torch.backends.cuda.matmul.allow_tf32, "the server's products stay exact"

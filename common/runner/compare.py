@@ -63,7 +63,6 @@ def run(
     prediction: str,
     shows_in: Mapping[str, str],
     build: Callable = build_model,
-    picture: Callable[[Run, dict], None] | None = None,
 ) -> Runs | None:
     """Runs a method, and then each baseline with as many rounds and other flags.
 
@@ -74,7 +73,6 @@ def run(
     prediction  what the idea predicts for the example, against the first baseline: a sentence
     shows_in    where it must show: column of metrics.csv -> "above" or "below"
     build       called as build(args, shape, classes); returns the model
-    picture     draws the method's picture, from a run and its last state
 
     The method runs first, in the folder args.out, and a baseline in args.out-NAME. With several
     seeds, or --test-domain all, both folders have a folder for each run. Then come the table,
@@ -124,7 +122,7 @@ def run(
         for state, row in federate(args, clients, trainer, run.state):
             run.record(state, row)
             devices.seed_all(args.seed, "round", run.t + 1)
-        return run.finish(picture)
+        return run.finish()
 
     def work() -> Runs:
         runs, failed = run_all(args, plans, run_one)

@@ -132,8 +132,8 @@ def add_shared_flags(parser: Parser, example: str) -> None:
     add("--processes", type=whole, metavar="N",
         help="how many processes share a round's clients; the results do not depend on it"
         " (default: one per core or GPU, and no more than clients in a round)")
-    add("--precision", choices=["float32", "tf32", "bfloat16", "auto"], default="auto",
-        help="tf32: a GPU's convolutions round; bfloat16: autocast; auto: what is fast here")
+    add("--precision", choices=["float32", "bfloat16", "auto"], default="auto",
+        help="of the forward pass; bfloat16: autocast; auto: what is fast here")
     add("--out", metavar="DIR",
         help="the run's folder (default: a new one under runs/)")
 # fmt: on
@@ -268,7 +268,7 @@ def refuse_others(args: argparse.Namespace, typed: dict[str, str], saved: dict) 
     A run may become longer or shorter, by --rounds or by UEFL's --iterations.
     """
     # The run began with what the first node has for these names
-    if args.precision == "auto" or (args.precision, saved["precision"]) == ("tf32", "float32"):
+    if args.precision == "auto":
         args.precision = saved["precision"]
     may_change = {*MAY_CHANGE, "dataset"}  # a folder may have moved
     if saved["later_rounds"]:

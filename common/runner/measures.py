@@ -34,7 +34,6 @@ MEASURES = {
     "turned_accuracy": Measure("accuracy, turned silos", "percent", "last"),
     "turned_extended": Measure("", "percent", "last"),
     "accuracies": Measure("", "percent"),
-    "worst_tenth": Measure("", "percent"),
     "id_selected": Measure("", "percent"),
     "mA": Measure("", "percent"),
     "mE": Measure("mean uncertainty mE", "nats", "last", better=-1),

@@ -1,30 +1,27 @@
 """The pictures. They share one style, and can be read in greyscale and at a README's width."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import cycle
 from pathlib import Path
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from scipy.spatial import ConvexHull
-from torch import Tensor
 
 from common import ranks
-from common.data import Dataset
 from common.runner.measures import MEASURES, in_percent, measure_of
-from common.splits import Clients
 
 # Those of Okabe and Ito
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"]
 LINES = ["-", "--", ":", "-."]
 BELOW = "outside lower center"  # a legend below the whole figure
+PER_CLIENT = {  # column of metrics.csv with a number for each participating client -> its title
+    "accuracies": "share of right answers on its held-out samples",
+    "uncertainties": "uncertainty (nats)",
+    "codewords": "codewords that it may use",
+}
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -111,135 +108,41 @@ def mean_and_runs(axes: Axes, i: int, at: Sequence[int], values: np.ndarray, lab
     axes.plot(at, values.mean(0), LINES[i % 4], color=COLOURS[i], label=label, zorder=3)
 
 
-def partition(file: Path, data: Dataset, clients: Clients) -> None:
-    """How many training samples of each class a client holds; right of the line nobody trains."""
-    m, n, classes = clients.participating, len(clients.train), data.classes
-    size = np.clip(0.09 * n + 2, 4.5, 10), 1.4 + 0.16 * min(len(classes), 30)
-    with picture(file, *size) as figure:
-        axes = figure.subplots()
-        figure.colorbar(axes.imshow(clients.label_counts.T.numpy(), vmin=0), label="samples")
-        axes.set(xlabel=f"client (0 to {m - 1} participate)", ylabel="class")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if len(classes) <= 20:
-            axes.set_yticks(range(len(classes)), classes)
-        if m < n:
-            axes.axvline(m - 0.5, color=COLOURS[1])
+def clients(run) -> None:
+    """clients.png: what each client holds. Right of the line nobody participates.
 
-
-def weights(run, counts: Tensor, entropies: Tensor, alphas: Mapping[str, Tensor]) -> None:
-    """The labels and the aggregation weights of clients, ordered by the entropy of their labels.
-
-    counts     [M, C] labels of each client
-    entropies  [M] in nats
-    alphas     name of a weighting -> [M], sum 1; the weights of the first one are filled
+    Below are bars: the rounds in which a client trained, and the last numbers of PER_CLIENT. Each
+    group of clients has a colour.
     """
-    order = np.lexsort((counts.argmax(1), entropies))  # if equal, by the largest class
-    held = (counts / counts.sum(1, keepdim=True))[order].cumsum(1)
-    heights = torch.linspace(0.005, 0.995, 100).repeat(len(order), 1)
-    with picture(run.folder / "weights.png", 7.0, 4.2) as figure:
-        labels, weight = figure.subplots(2, 1, sharex=True)
-        labels.imshow(torch.searchsorted(held, heights).T.numpy(), "turbo")
-        labels.set(title="what a client holds: a colour is a class", yticks=[])
-        edges = np.arange(len(order) + 1) - 0.5
-        for i, (name, alpha) in enumerate(alphas.items()):
-            weight.stairs(
-                100 * alpha[order].numpy(), edges, color=COLOURS[i], ls=LINES[i], lw=1.5,
-                label=name, fill=i == 0, baseline=0 if i == 0 else None,  # of others only the top
-            )  # fmt: skip
-        weight.set(
-            title="how much it counts in the average (percent)",
-            xlabel="client, from the lowest entropy of labels to the highest",
+    m, classes = run.clients.participating, run.data.classes
+    bars = {}
+    if run.rows:
+        selected = [k for row in run.rows for k in row["selected"]]
+        bars["rounds in which it trained"] = np.bincount(selected, minlength=m)
+    for column, title in PER_CLIENT.items():
+        for values in [row[column] for row in run.rows if column in row][-1:]:
+            bars[title] = np.array(values)
+    counts, groups = run.clients.label_counts.T.numpy(), np.array(run.clients.groups[:m])
+    heights = [0.5 + 0.16 * min(len(classes), 30), *[1] * len(bars)]
+    width = np.clip(0.09 * len(run.clients.train) + 2, 4.5, 10)
+    with picture(run.folder / "clients.png", width, 0.9 + 1.1 * sum(heights)) as figure:
+        rows = figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)
+        held, *others = rows[:, 0]
+        held.imshow(counts, vmin=0)
+        held.set(
+            title=f"training samples of each class (black: {counts.max():.0f})", ylabel="class"
         )
-        figure.legend(loc=BELOW, ncols=4)
-
-
-@contextmanager
-def selections(run, name: str) -> Iterator[tuple[Axes, np.ndarray]]:
-    """A picture with free axes at the left, and the colours of the participating clients [M].
-
-    At the right is a bar for each client: in how many rounds it trained. The dotted line is the
-    mean. The smallest of the groups of clients stands out.
-    """
-    m = run.clients.participating
-    groups = np.array(run.clients.groups[:m])
-    largest_first = [group for group, _ in Counter(groups).most_common()]
-    palette = cycle([COLOURS[1], "0.6", *COLOURS[2:]])
-    colours = dict(zip(reversed(largest_first), palette, strict=False))
-    times = np.bincount([k for row in run.rows for k in row["selected"]], minlength=m)
-    with picture(run.folder / name, 7.6, 4.2) as figure:
-        left, axes = figure.subplots(1, 2, width_ratios=[1.6, 1])
-        yield left, np.array([colours[group] for group in groups])
-        for group, colour in colours.items():
-            (mine,) = np.nonzero(groups == group)
-            label = f"holds {group}" if group else "clients"
-            axes.barh(mine, times[mine], color=colour, label=label)
-        axes.axvline(times.mean(), color="black", ls=":", lw=0.9)
-        axes.set(
-            title="rounds in which a client trained\n(dotted: the mean)",
-            xlabel="rounds", ylabel="client", ylim=(-1, m),
-        )  # fmt: skip
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        figure.legend(loc=BELOW, ncols=4)
-
-
-def similarity(run, cosines: Tensor) -> None:
-    """How similar each client's latest update is to the others', and how often it was selected.
-
-    cosines  of the updates [M, M]
-    """
-    others = cosines.clone().fill_diagonal_(torch.nan).numpy()
-    with selections(run, "similarity.png") as (axes, colours):
-        axes.plot(others, run.clients.ids, "|", color="0.85", ms=3)
-        largest = np.fmax.reduce(others, axis=1)  # NaN if there is no other client
-        axes.scatter(largest, run.clients.ids, s=22, color=colours, zorder=3)
-        axes.set(
-            title="cosine similarity of a client's update to those\nof the others (dot: largest)",
-            xlabel="cosine similarity", ylabel="client", ylim=(-1, len(others)),
-        )  # fmt: skip
-
-
-def hull(run, points: Tensor, vertices: Tensor) -> None:
-    """The clients' latest updates with their hull, as a shadow in a plane; how often each trained.
-
-    points    their principal components, in which the hull was built [M, dim]
-    vertices  the ids of those on the hull
-    """
-    dim = points.shape[1]
-    xy = F.pad(points, (0, 2))[:, :2].numpy()  # if dim is below 2, what is missing is 0
-    corners = vertices.numpy()
-    with selections(run, "hull.png") as (axes, colours):
-        if dim == 2:  # the shadow of a hull in more dimensions would be a tangle
-            axes.fill(*xy[ConvexHull(xy).vertices].T, fc="none", ec="0.8")
-        axes.scatter(*xy.T, s=12, color=colours)
-        axes.scatter(*xy[corners].T, s=80, color=colours[corners], ec="black")
-        axes.set(
-            title="the clients' updates after the last round\n"
-            f"(large: a corner in {dim} dimensions)",
-            xlabel="first principal component", ylabel="second", xticks=[], yticks=[],
-        )  # fmt: skip
-
-
-def uncertainties(run, state: dict) -> None:
-    """For UEFL: the silos' uncertainties at the end of each iteration, and who is above the line.
-
-    In the bars are the codewords that a silo has had until then. A silo gets more if its
-    uncertainty is above (1 + gamma) times the smallest one. Without a codebook nothing is drawn.
-    """
-    if not run.args.codebook_size:
-        return
-    ends = {row["iteration"]: row for row in run.rows if "uncertainties" in row}
-    unit = "°" if run.args.rotate else ""
-    names = [f"silo {k}, {run.clients.groups[k]}{unit}" for k in run.clients.ids]
-    size = max(5, 2.4 * len(ends) + 1), 1.3 + 0.25 * len(names)
-    with picture(run.folder / "uncertainties.png", *size) as figure:
-        figure.suptitle("a silo whose bar crosses the line gets more words, if the run goes on")
-        all_axes = figure.subplots(1, len(ends), squeeze=False, sharex=True, sharey=True)[0]
-        for axes, row in zip(all_axes, ends.values(), strict=True):
-            e = np.array(row["uncertainties"])
-            threshold = (1 + run.args.gamma) * e.min()
-            axes.barh(names, e, color=np.where(e > threshold, COLOURS[3], "0.8"))
-            for k, n in enumerate(row["codewords"]):
-                axes.text(0, k, f" {n:.0f} words", va="center")
-            axes.axvline(threshold, color="black", ls=":", lw=0.9)
-            axes.set(title=f"after round {row['round']}", xlabel="uncertainty (nats)")
-        all_axes[0].invert_yaxis()
+        if len(classes) <= 20:
+            held.set_yticks(range(len(classes)), classes)
+        for axes, (title, values) in zip(others, bars.items(), strict=True):
+            for i, group in enumerate(dict.fromkeys(groups)):
+                (mine,) = np.nonzero(groups == group)
+                axes.bar(mine, values[mine], color=COLOURS[i % len(COLOURS)], label=group)
+            axes.set(title=title)
+        for axes in rows[:, 0]:
+            axes.axvline(m - 0.5, color="black", lw=0.8)
+        rows[-1, 0].set(xlabel=f"client (0 to {m - 1} participate)")
+        rows[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
+        if bars and any(groups):
+            labels = others[0].get_legend_handles_labels()
+            figure.legend(*labels, loc=BELOW, ncols=4, title="a client holds")

@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -88,7 +88,7 @@ class Run:
             self.next.unlink(missing_ok=True)  # later than the checkpoint, and not yet repeated
             if self.rows:
                 self._write_metrics()  # in its place may be those of more rounds
-            plots.partition(self.folder / "partition.png", data, clients)
+            plots.clients(self)
         self.bar = tqdm(
             desc=f"{args.name} round {self.t}",
             total=self.total,
@@ -190,11 +190,8 @@ class Run:
         took = time.monotonic() - began
         self.save_at = began + max(SAVE_EVERY, 100 * took)  # at most a hundredth of the time
 
-    def finish(self, picture: Callable[["Run", dict], None] | None = None) -> "Run":
-        """Saves the last checkpoint, the model, and the method's picture. Returns this run.
-
-        picture  called with this run and its last state
-        """
+    def finish(self) -> "Run":
+        """Saves the last checkpoint, the confusion, the model and the picture. Returns this run."""
         self.bar.close()
         if self.t < self.total:
             print(f"{self.args.name} has ended after round {self.t} of at most {self.total}")
@@ -209,11 +206,7 @@ class Run:
             self._write("confusion.csv", _csv(lines))
         train.set_weights(self.model, weights_in(self.state))
         self._write("model.pt", {key: t.cpu() for key, t in self.model.state_dict().items()})
-        if picture:
-            try:
-                picture(self, self.state)
-            except ValueError as e:  # such as of an update that is zero, and has no direction
-                print(f"{self.args.name}: no picture, because {e}", file=sys.stderr)
+        plots.clients(self)
         self.state, self.model = {}, None  # a table of updates may be large
         return self
 

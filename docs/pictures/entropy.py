@@ -1,15 +1,19 @@
-"""Draws entropy.png, how many kinds of labels a mixture is worth.
+"""Draws entropy.png, how many kinds of labels a mixture is worth, and entropy_weighting.png.
 
 python -m docs.pictures.entropy
 """
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from common import data, splits
 from common.runner import plots
-from entropy_weighting import label_entropy
+from entropy_weighting import aggregation_weights, label_entropy
+
+HERE = Path(__file__).parent
 
 
 def effective(share: Tensor, classes: int) -> Tensor:
@@ -18,7 +22,7 @@ def effective(share: Tensor, classes: int) -> Tensor:
     return label_entropy(torch.cat([share[None], rest]).T).exp()
 
 
-def draw(file: Path) -> None:
+def draw_mixtures(file: Path) -> None:
     with plots.picture(file, 6.0, 2.9) as figure:
         axes = figure.subplots()
         for i, classes in enumerate((10, 5, 2)):
@@ -36,5 +40,28 @@ def draw(file: Path) -> None:
         axes.legend()
 
 
+def draw_example(file: Path) -> None:
+    """The clients of the example, ordered by entropy: their labels and aggregation weights."""
+    glyphs = data.load("glyphs")
+    counts = splits.make_clients(glyphs, 0, "specialists", clients=40).label_counts
+    order = np.lexsort((counts.argmax(1), label_entropy(counts)))  # if equal, by the class
+    held = (counts / counts.sum(1, keepdim=True))[order].cumsum(1)
+    heights = torch.linspace(0.005, 0.995, 100).repeat(len(order), 1)
+    with plots.picture(file, 7.0, 4.2) as figure:
+        labels, weight = figure.subplots(2, 1, sharex=True)
+        labels.imshow(torch.searchsorted(held, heights).T.numpy(), "turbo")
+        labels.set(title="what a client holds: a colour is a class", yticks=[])
+        edges = np.arange(len(order) + 1) - 0.5
+        for i, by in enumerate(("entropy", "equal", "size")):
+            alpha = 100 * aggregation_weights(by, counts)[order].numpy()
+            only_the_top = dict(fill=i == 0, baseline=None if i else 0)
+            style = dict(color=plots.COLOURS[i], ls=plots.LINES[i], lw=1.5)
+            weight.stairs(alpha, edges, label=by, **style, **only_the_top)
+        weight.set(title="how much it counts in the average (percent)")
+        weight.set(xlabel="client, from the lowest entropy of labels to the highest")
+        figure.legend(loc=plots.BELOW, ncols=4)
+
+
 if __name__ == "__main__":
-    draw(Path(__file__).with_suffix(".png"))
+    draw_mixtures(HERE / "entropy.png")
+    draw_example(HERE / "entropy_weighting.png")
