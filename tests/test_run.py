@@ -459,23 +459,6 @@ def test_a_repeated_round_has_the_same_weights_and_columns_but_for_a_clock(new_r
         again.record({"t": 1, "w": w}, row | {"mine": 4.5})
 
 
-def test_a_picture_that_cannot_be_drawn_costs_no_model(new_run, capsys):
-    """A mistake in its code is shown as it is."""
-
-    def picture(run, state):
-        assert Path("run/model.pt").exists()
-        raise error
-
-    run = new_run()
-    run.record({"t": 1, "w": torch.ones(2)}, {})
-    error = ZeroDivisionError()
-    with pytest.raises(ZeroDivisionError):
-        run.finish(picture)
-    error = ValueError("an update is zero")
-    run.finish(picture)
-    assert "no picture, because an update is zero" in capsys.readouterr().err
-
-
 def test_checkpoints_take_at_most_a_hundredth_of_the_time(new_run, monkeypatch):
     """A round takes 10 seconds, and a checkpoint 2."""
     run, write, clock, saves = new_run(), runs.write_whole, [0.0], []
