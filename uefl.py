@@ -40,9 +40,9 @@ lines.
         --silo-size 10000                (table 6, also with --pretrained, or with --rotate 0
                                                --silos 5; table 7, with other angles)
 
-Without flags this takes a minute on two cores, and shows that the turned silos get codewords of
-their own, and gain accuracy by them. With CIFAR-10 it takes days on two cores, and with --small
-minutes.
+Without flags this takes about two minutes on two cores, and shows that the turned silos get
+codewords of their own, and gain accuracy by them. With CIFAR-10 it takes days on two cores, and
+with --small minutes.
 """
 
 import warnings
