@@ -32,7 +32,6 @@ def set_up(device: str, precision: str, model: str) -> tuple[torch.device, str]:
     if on_gpu:
         torch.cuda.set_device(found)
         torch.backends.cudnn.deterministic = True  # a resumed run must end with the same bytes
-        ranks.connect_gpus()
     if precision == "auto":
         if on_gpu:
             fast = model not in models.OWN and torch.cuda.is_bf16_supported(False)

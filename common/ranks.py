@@ -35,7 +35,6 @@ if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= set(os.environ):  # torchrun
     LOCAL_RANK, LOCAL_COUNT = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 may_fork = False  # only a program from the command line may
 _all = None  # the group of all ranks, which wait for each other for days
-_between_gpus = None  # the same over NCCL
 
 
 def how_many(processes: int | None, device: str, most: int) -> int:
@@ -144,13 +143,6 @@ def connect() -> None:
         ) from e
 
 
-def connect_gpus() -> None:
-    """From now on, tables go from one rank's GPU to the other's, and not through memory."""
-    global _between_gpus
-    if COUNT > 1 and not _between_gpus:
-        _between_gpus = dist.new_group(backend="nccl")
-
-
 def disconnect() -> None:
     """Ends the connections."""
     if COUNT > 1:
@@ -199,5 +191,6 @@ def gather(results: dict[int, tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
 def add_up(table: Tensor) -> None:
     """Replaces the table by the sum of all ranks' tables. In most, a row holds zeros."""
     if COUNT > 1:
-        dist.barrier(group=_all)  # by gloo, which notices if a rank has ended; NCCL would wait
-        dist.all_reduce(table, group=_between_gpus or _all)
+        total = table.cpu()  # by gloo, which notices if a rank has ended; NCCL would wait
+        dist.all_reduce(total, group=_all)
+        table.copy_(total)

@@ -39,6 +39,16 @@ def make_tiny(n_train=120, n_test=60, size=8) -> Dataset:
     )  # fmt: skip
 
 
+def ten_classes(n=6000, n_test=700) -> Dataset:
+    """Empty images with ten labels, of which some are rarer than others, and two domains."""
+    rng = np.random.default_rng(1)
+    y = torch.from_numpy(rng.choice(10, n + n_test, p=np.arange(10, 20) / 145))
+    domain = torch.from_numpy(rng.integers(0, 2, n + n_test))
+    train, test = torch.arange(n), torch.arange(n, n + n_test)
+    x = torch.zeros(n + n_test, 1, 1, 1, dtype=torch.uint8)
+    return Dataset("ten", x, y, train, test, list("0123456789"), domain, ["light", "dark"])
+
+
 def sort_images(root: Path, folders: str) -> Path:
     """Ten different images in each folder of this text; one that ends with / stays empty.
 

@@ -1,13 +1,11 @@
 """The controls that change the data or FedAvg: each diff does what its paragraph says."""
 
-import os
 import runpy
-import shutil
-import subprocess
 
 import pytest
 import torch
-from helpers import ROOT, logits_by_hand, make_tiny, prepared
+from helpers import logits_by_hand, prepared, ten_classes
+from test_variations import CONTROLS, apply
 
 import fedavg
 from common import random_at
@@ -21,13 +19,10 @@ def patched(tmp_path):
     """patched(name, file): what is defined in this file after this diff."""
 
     def load(name, file):
-        (tmp_path / "common").mkdir(exist_ok=True)
-        shutil.copy(ROOT / file, tmp_path / file)
-        alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
-        diff = ROOT / f"results/controls/{name}.diff"
-        git = ["git", "apply", f"--include={file}", diff]
-        subprocess.run(git, cwd=tmp_path, env=alone, check=True)
-        return runpy.run_path(str(tmp_path / file))
+        tree = tmp_path / name
+        if not tree.exists():
+            assert not apply(CONTROLS / f"{name}.diff", tree)
+        return runpy.run_path(str(tree / file))
 
     return load
 
@@ -48,11 +43,9 @@ def test_grey_digits_have_the_shapes_of_the_coloured_ones_and_no_colour(patched)
 
 
 def test_twins_are_two_clients_for_each_rare_class(patched):
-    tiny = make_tiny(n_train=1200)
-    y = torch.arange(len(tiny.y)) % 10
-    data = type(tiny)("ten", tiny.x, y, tiny.train, tiny.test, list("0123456789"))
+    data = ten_classes()
     clients = patched("twins", "common/splits.py")["make_clients"](data, 3, "rare", clients=20)
-    held = [{*y[samples].tolist()} for samples in clients.train]
+    held = [{*data.y[samples].tolist()} for samples in clients.train]
     assert [held.count({c}) for c in (7, 8, 9)] == [2, 2, 2]
     assert sum(classes <= {*range(7)} for classes in held) == 14
     assert clients.groups == ["one class" if len(s) == 1 else "more classes" for s in held]
@@ -146,8 +139,8 @@ def test_batch_norm_is_tested_in_four_ways(patched, tiny):
     """By hand, for batches of 15 images of one class."""
     by_class = [tiny.test[tiny.y[tiny.test] == c][:15] for c in range(3)]
     ood = torch.cat(by_class)
-    clients = Clients([*tiny.train.split(40)], [], 3, 2, [""] * 3, {"ood": ood})
-    clients.test = [tiny.test[:0]] * 3
+    nothing = [tiny.test[:0]] * 3
+    clients = Clients([*tiny.train.split(40)], nothing, 3, 2, [""] * 3, {"ood": ood})
     model = patched("batch-norm", "common/models.py")["build"]("cnn", (1, 8, 8), 3, width=0.125)
     local = LocalTraining(epochs=1, batch_size=10, lr=0.05)
     trainer = patched("batch-norm", "common/train.py")["Trainer"](tiny, clients, model, local=local)

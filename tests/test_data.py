@@ -94,23 +94,25 @@ def pets(tmp_path):
     return sort_images(tmp_path / "pets", "photo/cat, photo/dog, sketch/cat, sketch/dog")
 
 
-@pytest.mark.parametrize(
-    ("folders", "classes", "domains", "train", "test", "says"),
-    [
-        ("cat, dog", "cat dog", "", 16, 4, "16 training and 4 test images, 2 classes"),
-        ("Training/cat, Training/dog, Testing/cat, Testing/dog", "cat dog", "", 20, 20, ""),
-        ("train/cat, train/train, VALID/cat, VALID/train", "cat train", "", 20, 20, ""),
-        ("train/a, train/b, val/a, val/b, test/a, test/b", "a b", "", 20, 20, "for validation are"),
-        ("a/x, a/y, b/x, b/y, c/z", "x y z", "a b c", 50, 0, "3 classes that .* lacks .x, y, z"),
-        ("a/x, a/y, b/x, b/y", "x y", "a b", 40, 0, r"2 domains \(a, b\)$"),
-        ("bus, retrain, train", "bus retrain train", "", 24, 6, ""),
-        ("fastest, slow", "fastest slow", "", 16, 4, ""),
-        ("-, +, with_mask, without_mask", "+ - with_mask without_mask", "", 32, 8, ""),
-        ("a/caf\u00e9, b/cafe\u0301, a/1, b/1", "1 caf\u00e9", "a b", 40, 0, "b.$"),
-        ("cat, .git/x, @eaDir/x/y, cat/__MACOSX, dog", "cat dog", "", 16, 4, ""),
-    ],
-)
-def test_a_layout_is_understood(tmp_path, capsys, folders, classes, domains, train, test, says):
+LAYOUTS = """
+cat, dog -> cat dog; ; 16 4; 16 training and 4 test images, 2 classes
+Training/cat, Training/dog, Testing/cat, Testing/dog -> cat dog; ; 20 20;
+train/cat, train/train, VALID/cat, VALID/train -> cat train; ; 20 20;
+train/a, train/b, val/a, val/b, test/a, test/b -> a b; ; 20 20; for validation are
+a/x, a/y, b/x, b/y, c/z -> x y z; a b c; 50 0; 3 classes that .* lacks .x, y, z
+a/x, a/y, b/x, b/y -> x y; a b; 40 0; 2 domains .a, b.$
+bus, retrain, train -> bus retrain train; ; 24 6;
+fastest, slow, -, +, with_mask -> + - fastest slow with_mask; ; 40 10;
+a/caf\u00e9, b/cafe\u0301, a/1, b/1 -> 1 caf\u00e9; a b; 40 0; b.$
+cat, .git/x, @eaDir/x/y, cat/__MACOSX, dog -> cat dog; ; 16 4;
+"""  # folders -> classes; domains; numbers of training and test images; what is said
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.strip().splitlines())
+def test_a_layout_is_understood(tmp_path, capsys, layout):
+    folders, expected = layout.split(" -> ")
+    classes, domains, sizes, says = (text.strip() for text in expected.split(";"))
+    train, test = map(int, sizes.split())
     data = load(str(sort_images(tmp_path / "pets", folders)), image_size=8)
     assert (data.classes, data.domains) == (classes.split(), domains.split())
     assert (len(data.train), len(data.test)) == (train, test)

@@ -53,15 +53,11 @@ def test_a_page_shows_its_method_and_has_a_toy(method):
     assert ">>> " in PAGES[method], f"docs/{method}.md has no toy (lines with >>>)"
 
 
-def toy(page):
-    """The examples on a page, with `>>>`, as doctest reads them."""
-    blocks = re.findall(r"```python\n(>>> .*?)```", PAGES[page], re.S)
-    return doctest.DocTestParser().get_doctest("\n".join(blocks), {}, page, f"docs/{page}.md", 0)
-
-
 @pytest.mark.parametrize("page", [name for name, text in PAGES.items() if ">>> " in text])
 def test_the_toy_prints_what_the_page_shows(page):
-    found, report = toy(page), []
+    blocks, report = re.findall(r"```python\n(>>> .*?)```", PAGES[page], re.S), []
+    toy = "\n".join(blocks)
+    found = doctest.DocTestParser().get_doctest(toy, {}, page, f"docs/{page}.md", 0)
     assert PAGES[page].count("\n>>> ") == len(found.examples), "a block of the toy begins with >>>"
     assert doctest.DocTestRunner().run(found, out=report.append).failed == 0, "".join(report)
 

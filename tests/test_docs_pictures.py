@@ -29,7 +29,7 @@ def test_the_effective_number_of_classes():
 
 
 def test_the_pictures_of_the_selections_see_the_tables_that_decide():
-    (_, *_), (table, selected, is_rare) = selections.example(minimax_select, 2)
+    _, (table, selected, is_rare) = selections.example(minimax_select, 2)
     assert selected.tolist() == minimax_select.minimax_clients(table, 10).tolist()
     assert is_rare.sum() == 3
     count, rare = selections.corners(2)

@@ -152,6 +152,10 @@ def test_the_level_of_the_paper():
     assert levels == {"29": 1, "39 ± 1": 4, "60": 6, "35": None, "71": None}
 
 
+def text_of(page):
+    return " ".join((ROOT / page).read_text().split())
+
+
 def test_the_sentence_on_mcmahans_table_repeats_from_its_csv():
     """The round in which the best value so far reaches 99 percent, on a line between two rounds."""
     found = []
@@ -161,7 +165,7 @@ def test_the_sentence_on_mcmahans_table_repeats_from_its_csv():
         found.append(np.interp(99 - 1e-9, best, [*curve]))
     logs = np.log(found)
     low, high = np.exp(ttest_1samp(logs, 0).confidence_interval())
-    text = " ".join((ROOT / "results/README.md").read_text().split())
+    text = text_of("results/README.md")
     *others, last = (f"{t:.1f}" for t in found)
     assert f"it takes {', '.join(others)} and {last} rounds" in text
     assert f"{np.exp(logs.mean()):.1f} ({low:.1f} to {high:.1f}) as a geometric mean" in text
@@ -175,7 +179,7 @@ def test_the_sentence_on_the_curves_of_weights_repeats_from_their_csv(data):
         seeds = range(300, 308) if data == "cifar10" else of_seeds
         found = [[*tables.series(of_seeds[seed], "ood_accuracy").values()] for seed in seeds]
         curves.append(np.array(found)[:, 20:])
-    text = " ".join((ROOT / "docs/entropy_weighting.md").read_text().split())
+    text = text_of("docs/entropy_weighting.md")
     jumps = [f"{np.abs(np.diff(curve)).mean():.1f}" for curve in curves]
     highest = (np.argmax([curve.mean(0) for curve in curves], 0) == 0).sum()
     if data == "cifar10":
@@ -188,7 +192,7 @@ def test_the_sentence_on_the_curves_of_weights_repeats_from_their_csv(data):
 
 def test_the_sentences_on_what_fedavg_reaches_repeat_from_their_csv():
     runs = tables.read(ROOT / "results/fedavg.csv")
-    text = " ".join((ROOT / "docs/what_fedavg_reaches.md").read_text().split())
+    text = text_of("docs/what_fedavg_reaches.md")
 
     def curves(name, column="ood_accuracy"):
         """[seeds, rounds]"""
@@ -269,17 +273,12 @@ def test_equally_many_samples():
 
 def test_sides_with_other_columns_and_other_lengths():
     """By hand: three evaluations of the method against the first three of the baseline's four."""
-    numbers = {"a": [("0.1", ""), ("0.6", ""), ("0.2", "")]}
-    numbers["b"] = [("", "0.1"), ("", "0.1"), ("", "0.4"), ("", "0.9")]
-    runs = {
-        name: {
-            0: [
-                {"round": str(t), "id_accuracy": i, "ood_accuracy": o}
-                for t, (i, o) in enumerate(of_name, 1)
-            ]
-        }
-        for name, of_name in numbers.items()
-    }
+    runs = {}
+    for name, column, numbers in (
+        ("a", "id_accuracy", "0.1 0.6 0.2"),
+        ("b", "ood_accuracy", "0.1 0.1 0.4 0.9"),
+    ):
+        runs[name] = {0: [{"round": t, column: x} for t, x in enumerate(numbers.split(), 1)]}
     c = loaded(runs, column="id_accuracy ood_accuracy")
     assert c.sides().ravel() == pytest.approx([30, 20])
     c = loaded(runs, column="id_accuracy ood_accuracy", measure="best")

@@ -1,6 +1,6 @@
 """What takes minutes: runs that are killed, and a disk that fills up.
 
-pytest -m soak -s
+pytest -m soak
 """
 
 import contextlib
@@ -89,7 +89,6 @@ def test_a_full_disk_ends_the_run_and_resume_goes_on(tmp_path, size):
         said = (tmp_path / "err").read_text()
         assert full.exitcode == 1 and "Traceback" not in said
         assert said.splitlines()[-1].startswith("fedavg.py: ")
-        print(f"disk of {size} kB: {said.splitlines()[-1]}")
         subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
         again = child(fedavg, ["--resume", str(disk / "run")], tmp_path)
         again.join()

@@ -3,9 +3,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers import ten_classes
 
 from common import UserError, random_at
-from common.data import Dataset
 from common.splits import by_domain, dirichlet, hold_out, make_clients, sample, shards
 
 
@@ -87,16 +87,6 @@ def test_generators_at_different_addresses_differ():
 # ---------------------------------------------------------------- from flags to clients
 
 
-def ten_classes(n=6000, n_test=700) -> Dataset:
-    """Empty images with ten labels, of which some are rarer than others, and two domains."""
-    rng = np.random.default_rng(1)
-    y = torch.from_numpy(rng.choice(10, n + n_test, p=np.arange(10, 20) / 145))
-    domain = torch.from_numpy(rng.integers(0, 2, n + n_test))
-    train, test = torch.arange(n), torch.arange(n, n + n_test)
-    x = torch.zeros(n + n_test, 1, 1, 1, dtype=torch.uint8)
-    return Dataset("ten", x, y, train, test, list("0123456789"), domain, ["light", "dark"])
-
-
 def held_by(clients):
     """All samples of each client."""
     return [torch.cat(parts) for parts in zip(clients.train, clients.test, strict=True)]
@@ -151,24 +141,26 @@ def test_how_much_is_held_out(tiny, rng):
     train, test = hold_out([torch.arange(100), torch.arange(100, 102)], 0.2, rng)
     assert [len(t) for t in train + test] == [80, 1, 20, 1]
     assert all_once(train + test, torch.arange(102)) and torch.cat([train[0], test[0]]).max() == 99
-    clients = make_clients(tiny, 0, "iid", clients=4, held_out=0)
-    assert all_once(clients.train, tiny.train) and not len(clients.held_out)
     assert len(make_clients(tiny, 0, "iid", clients=4, held_out=0.3).test[3]) == 9
 
 
 def test_a_silo_has_its_size_for_training_and_is_tested_on_its_own_domain(tiny):
-    clients = make_clients(tiny, 0, "silos", silo_numbers=[2, 1], silo_size=20)
-    assert clients.participating == clients.per_round == 3
-    assert clients.groups == ["light", "light", "dark"]
-    assert [len(t) for t in clients.train] == [20, 20, 20]
-    assert torch.isin(torch.cat(clients.test), tiny.test).all()
-    assert [tiny.domain[t].tolist() for t in clients.test] == [[0] * 15, [0] * 15, [1] * 15]
-    data = replace(tiny, test=tiny.test[:0])  # then a fifth of all samples is for testing
-    clients = make_clients(data, 0, "silos", silo_numbers=[2, 1], silo_size=20)
-    held = torch.cat(clients.train + clients.test)
-    assert len(held.unique()) == len(held) == 3 * 20 + sum(map(len, clients.test)) > 70
-    assert [len(t) for t in clients.train] == [20, 20, 20]
-    assert [{*tiny.domain[t].tolist()} for t in clients.test] == [{0}, {0}, {1}]
+    """Without a test set, a fifth of all samples is for testing."""
+    for data in (tiny, replace(tiny, test=tiny.test[:0])):
+        clients = make_clients(data, 0, "silos", silo_numbers=[2, 1], silo_size=20)
+        assert clients.participating == clients.per_round == 3
+        assert clients.groups == ["light", "light", "dark"]
+        assert [len(samples) for samples in clients.train] == [20, 20, 20]
+        domains = [{*tiny.domain[samples].tolist()} for samples in held_by(clients)]
+        assert domains == [{0}, {0}, {1}]
+        held = torch.cat(held_by(clients))
+        assert len(held.unique()) == len(held)
+        tested = torch.cat(clients.test)
+        if len(data.test):
+            assert torch.isin(tested, data.test).all()
+            assert [len(samples) for samples in clients.test] == [15, 15, 15]
+        else:
+            assert torch.isin(tested, data.train).all() and len(tested) > 10
 
 
 def test_further_test_sets_are_left_out_where_clients_train_on_their_images(tiny):
@@ -217,28 +209,13 @@ def test_domains_without_a_test_set_lend_a_fifth_for_ood(partition, lent):
     assert len(ood) == lent and all_once([*held_by(clients), ood], data.train)
 
 
-@pytest.mark.parametrize(
-    ("partition", "flags", "says"),
-    [
-        ("rare", {"clients": 8}, "needs 5 classes"),
-        ("iid", {"clients": 13}, "120 samples are too few for 13 clients, .* lower --clients"),
-        ("domain", {}, "a client of few has 7 samples, and needs 10: .* take its folder away"),
-        ("domain", {"clients": 1}, "--clients 1 is fewer than the 2 training domains"),
-        ("domain", {"test_domain": "all"}, "no domain 'all' in tiny; its domains are few, many"),
-        ("iid", {"per_round": 10}, "--sample 10: only 2 of 4 clients .* this data set's default"),
-        ("iid", {"participating": 9}, "--participating 9 is more than the 4 clients"),
-        ("silos", {"silo_numbers": [1]}, "a number for each of 2 domains"),
-        (
-            "silos",
-            {"silo_numbers": [9, 1]},
-            "--silo-size, because a silo takes 2000 .* have .7, 113",
-        ),
-        ("domain", {"clients": 2, "held_out": 0}, "nothing to test on: raise --held-out"),
-    ],
-)
-def test_what_does_not_fit_is_refused(tiny, partition, flags, says):
-    few = 30 if "held_out" in flags else 7
-    domain, test = (torch.arange(180) >= few).long(), tiny.test[: 0 if few == 30 else None]
-    data = replace(tiny, domain=domain, domains=["few", "many"], test=test)
-    with pytest.raises(UserError, match=says):
-        make_clients(data, 0, partition, **flags)
+def test_a_client_with_too_little_to_train_or_to_test_on_is_refused(tiny):
+    """Mistakes in flags are in test_run.py."""
+    for few, test, held_out, says in (
+        (7, tiny.test, None, "of few has 7 samples, and needs 10: .* take its folder away"),
+        (30, tiny.test[:0], 0, "nothing to test on: raise --held-out"),
+    ):
+        domain = (torch.arange(180) >= few).long()
+        data = replace(tiny, domain=domain, domains=["few", "many"], test=test)
+        with pytest.raises(UserError, match=says):
+            make_clients(data, 0, "domain", held_out=held_out)

@@ -205,8 +205,6 @@ def describe(name: str, runs: Sequence[Run]) -> None:
     # A class without a sample has no share
     right = [f"{classes[c]}: {100 * hits[c] / labels[c]:.1f}" for c in labels.nonzero().flatten()]
     print(f"{name}, right at the last evaluation, by class: {', '.join(right[:20])}")
-    constant = 100 * labels.max() / labels.sum()
-    print(f"  (always answering {classes[labels.argmax()]}: {constant:.1f})")
 
 
 def verdict(runs: Runs, prediction: str, shows_in: Mapping[str, str]) -> None:

@@ -29,15 +29,13 @@ def test_the_uncertainty_is_the_entropy_of_the_members_mean(start):
 
 def test_members_share_nothing_but_who_is_extended(start):
     """Each ends the first iteration with the weights that it has alone, in a run of two rounds."""
-    one, two = (
-        kept(start(uefl, CUT + f"--iterations 1 --members {n} --out {n}"))["theta"] for n in (1, 2)
-    )
-    models = [prepared(uefl, CUT + f"--members {n}")[-1].model for n in (1, 2)]
-    for model, theta in zip(models, (one, two), strict=True):
-        uefl.train.set_weights(model, theta)
-    (alone,), (same, other) = (
-        [uefl.train.get_weights(member) for member in model.members] for model in models
-    )
+    found = []
+    for n in (1, 2):
+        words = f"{CUT} --iterations 1 --members {n} --out {n}"
+        model = prepared(uefl, words)[-1].model
+        uefl.train.set_weights(model, kept(start(uefl, words))["theta"])
+        found.append([uefl.train.get_weights(member) for member in model.members])
+    (alone,), (same, other) = found
     assert torch.allclose(same, alone, atol=1e-6)
     assert not torch.allclose(same, other, atol=1e-2)
 

@@ -43,8 +43,6 @@ def test_a_run_trains_on_the_wrong_labels_and_is_tested_on_the_right_ones(finish
     assert torch.allclose(run.state["w"], w_i.mean(0), atol=1e-6)
     assert float(row["id_accuracy"]) == pytest.approx(expected["id_accuracy"].item(), abs=1e-5)
     assert torch.equal(data.y, make_tiny().y), "the other runs share them"
-    train = torch.cat(clients.train)
-    assert (trainer.y[train] != data.y[train]).float().mean() > 0.8
 
 
 def test_a_trimmed_mean_drops_at_least_one_value_at_each_end_but_leaves_one():
