@@ -66,7 +66,7 @@ def cells(c):
         "instead of": f"{baseline.mean():.1f}",
         "difference, by seed": ", ".join(f"{d:+.1f}" for d in c.difference()),
     }
-    for t in (10, 20, 50):  # mean, smallest and largest of the evaluations around these rounds
+    for t in (10, 20, 50, 100):  # mean, smallest and largest of the evaluations around these rounds
         v = c.values[0][..., around(t)(c.rounds)]
         text = f"{v.mean():.1f} ({v.min():.1f} to {v.max():.1f})"
         found[f"round {t}"] = text if t in c.rounds else DASH

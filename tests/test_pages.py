@@ -229,7 +229,7 @@ def test_the_sentences_on_what_fedavg_reaches_repeat_from_their_csv():
         ("77.7", "mnist/shards", 7), ("93.8", "mnist/shards", 45),
     ):  # fmt: skip
         assert f"| {theirs} | {curves(name)[:, first : first + 5].mean():.1f} |" in text
-    equal = at_50[:, 45:].mean() - curves("causes/all-clients")[:, 2:7].mean()
+    equal = at_50[:, 45:50].mean() - curves("causes/all-clients")[:, 2:7].mean()
     assert f"they have {equal:.1f} points less" in text
     assert f"we have {curves('cifar10/iid')[:, 7:12].mean():.1f}." in text
 
