@@ -165,12 +165,12 @@ def exchange(mine: object) -> list:
     return handed_in
 
 
-def agree(facts: dict, when: str, advice: str) -> None:
+def agree(facts: dict, advice: str) -> None:
     """Raises UserError if the ranks differ in these facts, so that they would not fit together."""
     others = exchange(facts)
     names = [name for name in facts if any(other.get(name) != facts[name] for other in others)]
     if names:
-        raise UserError(f"{when} the processes differ in their {' and '.join(names)}: {advice}")
+        raise UserError(f"the processes differ in their {' and '.join(names)}: {advice}")
 
 
 def share_out(sizes: Sequence[int]) -> list[int]:
