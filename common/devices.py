@@ -16,8 +16,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 def set_up(device: str, precision: str, model: str) -> tuple[torch.device, str]:
     """The device and the precision that these names, or `auto`, mean here.
 
-    Sets what holds for the whole program, too: each rank's GPU, the choices of cuDNN, and how the
-    system gets freed memory back.
+    Sets what holds for the whole program, too: one thread if launch() runs it, each rank's GPU, the
+    choices of cuDNN, and how the system gets freed memory back.
 
     device     with `auto` (a GPU if there is one) or `cuda`, each rank has one
     precision  `auto` takes bfloat16 if the hardware multiplies in it, else float32. On a GPU it
@@ -27,6 +27,8 @@ def set_up(device: str, precision: str, model: str) -> tuple[torch.device, str]:
 
     Raises UserError if the device does not exist, or if two ranks would share a GPU.
     """
+    if ranks.may_fork:  # threads do not survive a fork, and would change the last digits
+        torch.set_num_threads(1)
     found = _device(device)
     on_gpu = found.type == "cuda"
     if on_gpu:

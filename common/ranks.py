@@ -162,7 +162,7 @@ def agree(facts: dict, when: str, advice: str) -> None:
     others = exchange(facts)
     names = [name for name in facts if any(other.get(name) != facts[name] for other in others)]
     if names:
-        raise UserError(f"{when} the processes differ in their {' and '.join(names)}: {advice}")
+        raise UserError(f"{when}the processes differ in their {' and '.join(names)}: {advice}")
 
 
 def share_out(sizes: Sequence[int]) -> list[int]:

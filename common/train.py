@@ -5,7 +5,7 @@ which order and in which precision it runs. A model travels as one vector theta 
 in their order, then its floating-point buffers (the statistics of batch norm).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from common.devices import seeded
 from common.splits import Clients, shuffled
 
 ADVICE = "lower --lr, or the weight of the method's own penalty if it has one"
+CHECKED = (0, 1, 10, 100)  # the rounds in which all processes train one client, and compare
 
 
 class Batches:
@@ -116,6 +117,7 @@ class Trainer:
     parameters      how many of theta's P numbers are parameters; they come before the statistics
     samples         how many training samples all clients have processed so far
     megabytes       how much has gone between the server and the clients so far, up and down
+    t               the round in which clients trained last
     """
 
     def __init__(
@@ -139,8 +141,7 @@ class Trainer:
         self.evaluate_every, self.rounds, self.progress = evaluate_every, rounds, progress
         self.initial = get_weights(self.model)
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        self.samples, self.megabytes = 0, 0.0
-        self.checked = None  # the client_update that gave the same weights in any process
+        self.samples, self.megabytes, self.t = 0, 0.0, 0
         # Autocast for the forward pass alone, because FedIIR computes gradients inside of its loss
         # (copy a model before this: a copy made later would compute with the weights of this one)
         for part in {self.model, getattr(model, "features", model)}:
@@ -178,15 +179,16 @@ class Trainer:
 
         Returns the clients' weights [K, P] and losses [K] on the device. Raises RunError if a
         client's weights or loss are not finite, and UserError if somebody is selected who does not
-        participate, or if the processes do not agree on clients and weights. With several, the
-        first call with a client_update ends with a check: each trains the smallest client once
-        more, and there is a UserError if one gets other weights.
+        participate, or if the processes do not agree on clients and weights. With several,
+        the rounds in CHECKED end with a check: each trains the smallest client once more, and there
+        is a UserError if one gets other weights.
         """
         selected, m = torch.as_tensor(selected, dtype=torch.long), self.clients.participating
+        self.t = t
         if (selected >= m).any():
             raise UserError(f"round {t} selects {selected.tolist()}: only 0 to {m - 1} participate")
         sizes = [len(self.clients.train[k]) for k in selected]
-        mine = self._mine(theta, selected, sizes, t)  # the other processes train the other clients
+        mine = self._mine(theta, selected, sizes)  # the other processes train the other clients
         total = sum(sizes[i] for i in mine) or 1  # a process without a client joins in the check
         uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
 
@@ -215,9 +217,9 @@ class Trainer:
             k = int(selected[finite.index(False)])
             raise RunError(f"client {k} diverged in round {t}: {ADVICE}")
         must_check = ranks.COUNT > 1 and self.device.type == "cpu"
-        if must_check and sizes and self.checked != client_update:
+        if must_check and sizes and t in CHECKED:
             i = sizes.index(min(sizes))
-            again, self.checked = torch.empty_like(uploads[i]), client_update
+            again = torch.empty_like(uploads[i])
             train_one(i, again)
             if not all(ranks.exchange(torch.equal(again, uploads[i]))):
                 raise UserError(
@@ -250,7 +252,7 @@ class Trainer:
         """
         set_weights(self.model, theta)
         results = {}
-        for i in self._mine(theta, ids, [len(samples[k]) for k in ids], t):
+        for i in self._mine(theta, ids, [len(samples[k]) for k in ids]):
             k = int(ids[i])
             self.model.eval()
             pieces = samples[k].to(self.device).split(self.chunk)
@@ -262,8 +264,8 @@ class Trainer:
         columns = zip(*ranks.gather(results), strict=True)
         return [finite(torch.stack(column).to(self.device)) for column in columns]
 
-    def _mine(self, theta: Tensor, ids: Tensor, sizes: Sequence[int], t: int) -> list[int]:
-        """Which of these pieces of work, in round t, this process does.
+    def _mine(self, theta: Tensor, ids: Iterable, sizes: Sequence[int]) -> list[int]:
+        """Which of these pieces of work this process does.
 
         Raises UserError if the others have other weights or clients, because then each would do a
         part of another work, and the sum would be nonsense.
@@ -272,7 +274,7 @@ class Trainer:
             checksum = theta.contiguous().view(torch.int32).sum().item()
             facts = {"clients": [int(k) for k in ids], "weights": checksum}
             advice = "draw with random_at, or use --processes 1"
-            ranks.agree(facts, f"in round {t}", advice)
+            ranks.agree(facts, f"in or after round {self.t} ", advice)
         return ranks.share_out(sizes)
 
     def count(self, ids: Tensor, passes: float = 0, numbers: float | Tensor = 0) -> None:
@@ -358,12 +360,13 @@ class Trainer:
         """The model with weights theta on these samples of the pool, int64 [n].
 
         Returns their cross-entropies [n] and the predicted classes, int64 [n], on the CPU. Raises
-        RunError if a loss is not finite, because the largest of NaN logits would count as class 0.
+        RunError if a loss is not finite, because the largest of NaN logits would count as class 0,
+        and UserError as for train().
         """
         set_weights(self.model, theta)
         self.model.eval()
         batches, results = samples.to(self.device).split(self.chunk), {}  # all in one copy
-        for i in ranks.share_out([len(batch) for batch in batches]):
+        for i in self._mine(theta, range(len(batches)), [len(batch) for batch in batches]):
             x, y = self.batch(batches[i])
             with seeded(self.device, self.seed, "prediction", i):  # for dropout that is always on
                 logits = self.model(x)

@@ -230,7 +230,9 @@ def test_a_changed_line_is_the_same_run_anywhere_or_is_refused(
     start_and_stop(method(), words + "--out cut", 4, "cut")
     if habit == "clock":
         advice = "draw with random_at, or use --processes 1"
-        refused(method(), two, f"in round 1 the processes differ in their clients: {advice}")
+        refused(
+            method(), two, f"in or after round 1 the processes differ in their clients: {advice}"
+        )
     else:
         assert launched(method(), two, start)[0] == 0 and outcome(Path("two")) == expected
     if habit in ("clock", "count"):
@@ -252,6 +254,57 @@ def test_what_a_client_keeps_from_the_one_before_is_refused_by_several_processes
     words = f"{TWELVE} --no-compare --precision float32 --device cpu --processes "
     assert launched(fedavg, f"{words} 1 --out 1", start)[0] == 0
     code, [line] = launched(fedavg, f"{words} 2 --out 2", start)
+    assert code == 2 and "ends with other weights in another process" in line
+
+
+def test_processes_whose_models_differ_after_the_last_round_are_refused(
+    start, launched, monkeypatch
+):
+    evaluate = Trainer.evaluate
+    mine = lambda self, w, *others: evaluate(self, w + os.getpid(), *others)  # noqa: E731
+    monkeypatch.setattr(Trainer, "evaluate", mine)
+    words = f"{TWELVE} --no-compare --precision float32 --device cpu --rounds 1 --out two"
+    code, [line] = launched(fedavg, f"{words} --processes 2", start)
+    assert code == 2 and "the processes differ in their weights" in line
+
+
+def test_what_is_drawn_before_the_first_round_is_the_same_in_each_program():
+    draws = []
+    for _ in range(2):
+        importlib.reload(common.runner)  # as a new program does
+        draws.append((random.random(), np.random.rand(), torch.rand(()).item()))
+    assert draws[0] == draws[1]
+
+
+def test_each_process_has_one_thread_whatever_main_has_set(start, launched, monkeypatch):
+    """With two, the last digits differ, and a forked process may wait for ever."""
+    count = lambda *given: torch.tensor(float(torch.get_num_threads()))  # noqa: E731
+    monkeypatch.setattr(fedavg, "client_update", count)
+
+    def main(*given):
+        torch.set_num_threads(2)
+        return start(*given)
+
+    for n in (2, 1):
+        words = f"{TWELVE} --no-compare --device cpu --processes {n} --out {n}"
+        assert launched(fedavg, words, main)[0] == 0
+        assert {row["train_loss"] for row in outcome(Path(str(n)))[1]} == {"1"}
+
+
+def test_what_a_client_keeps_is_found_if_it_matters_from_round_3_on(start, launched, monkeypatch):
+    """As a loss has it that begins after a warm-up: rounds 0, 1, 10 and 100 are checked."""
+    train, solver = Trainer.train, minimax_select.train.local_solver
+
+    def mine(*given):
+        return solver(*given) + (mine.t >= 3) * KEPT[0]()
+
+    def train_with_mine(self, function, w, selected, t):
+        mine.t = t
+        return train(self, mine, w, selected, t)
+
+    monkeypatch.setattr(Trainer, "train", train_with_mine)
+    words = f"{TWELVE} --no-compare --precision float32 --device cpu --processes 2 --rounds 10"
+    code, [line] = launched(minimax_select, f"{words} --out 2", start)
     assert code == 2 and "ends with other weights in another process" in line
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
-from common import UserError, ranks
+from common import UserError, devices, ranks
+
+devices.seed_all(0, "program")  # a changed file may draw before its first round, as in main()
 
 
 def launch(main: Callable[[], object]) -> None:
@@ -24,7 +26,7 @@ def launch(main: Callable[[], object]) -> None:
     """
     ranks.may_fork = True
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    torch.set_num_threads(1)  # before anything is computed, because threads do not survive a fork
+    torch.set_num_threads(1)  # see devices.set_up
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (closed by the user)
     if hasattr(sys.stdout, "reconfigure"):  # not in Jupyter's %run, or if the user has closed it
         sys.stdout.reconfigure(errors="replace")  # a terminal may not know ±

@@ -82,7 +82,7 @@ class Run:
         facts = {flag: value for flag, value in vars(args).items() if flag not in own}
         weights = train.get_weights(model).double().sum().item()
         facts |= {"data": self.images, "initial weights": weights, "round": self.t}
-        ranks.agree(facts, "at the start", "start all alike")
+        ranks.agree(facts, "", "start all alike")
         if ranks.RANK == 0:
             write_args(self.folder, about, goes_on)
             self.next.unlink(missing_ok=True)  # later than the checkpoint, and not yet repeated
