@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import os
+import random
 import re
 import runpy
 import shlex
@@ -42,6 +43,7 @@ import uefl
 from common import UserError, ranks
 from common.runner import compare, flags, plots, runs
 from common.splits import make_clients
+from common.train import Trainer
 from results import report
 
 WU = (
