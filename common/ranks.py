@@ -102,7 +102,6 @@ def _rank(rank: int, work: Callable[[], None], count: int, folder: Path) -> None
         connect()
         work()
         disconnect()
-        print(end="", flush=True)
     except (UserError, OSError) as e:
         (folder / f"error{rank}").write_bytes(pickle.dumps(e))
         sys.exit(1)

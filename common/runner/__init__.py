@@ -4,7 +4,6 @@ A method can be understood without these files. A new run passes through them in
 compare, runs, and then table and plots.
 """
 
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -20,23 +19,16 @@ def launch(main: Callable[[], object]) -> None:
 
     Exit codes: 2 is a user's mistake, 130 is Ctrl-C or SIGTERM, and 1 is an error of the operating
     system, such as a full disk, or another process that has ended. Each of these is one line on
-    stderr. If nobody reads stdout, it is silent.
+    stderr.
     """
     ranks.may_fork = True
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     torch.set_num_threads(1)  # before anything is computed, because threads do not survive a fork
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (closed by the user)
-    if hasattr(sys.stdout, "reconfigure"):  # not in Jupyter's %run, or if the user has closed it
-        sys.stdout.reconfigure(errors="replace")  # a terminal may not know ±
     try:
         ranks.connect()  # torchrun's ranks meet first, so that all see it if a mistake ends one
         main()
         ranks.disconnect()
-        print(end="", flush=True)
         return
-    except BrokenPipeError:  # the reader has left, as in `| head`, and what is not printed yet goes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
     except UserError as e:
         code, parts = 2, [str(e)]
     except OSError as e:
@@ -44,13 +36,9 @@ def launch(main: Callable[[], object]) -> None:
     except KeyboardInterrupt as e:
         code, parts = 130, ["stopped", *getattr(e, "__notes__", [])]
     except RuntimeError as e:
-        known = {
-            "gloo": "another process has ended, so this one stops",
-            "start new thread": "this machine allows no more threads: lower --processes",
-        }
-        code, parts = 1, [text for word, text in known.items() if word in str(e)]
-        if not parts:
+        if "gloo" not in str(e):
             raise
+        code, parts = 1, ["another process has ended, so this one stops"]
     if ranks.LOCAL_RANK == 0:
         end_of_bar = "\n" if sys.stderr.isatty() or len(parts) > 1 else ""  # of a killed rank's
         print(f"{end_of_bar}{Path(sys.argv[0]).name}: {'; '.join(parts)}", file=sys.stderr)
