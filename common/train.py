@@ -177,37 +177,35 @@ class Trainer:
         options        keyword arguments of client_update that are the same for all clients
 
         Returns the clients' weights [K, P] and losses [K] on the device. Raises RunError if a
-        client's weights or loss are not finite, and UserError if somebody is selected who does not
-        participate, or if the processes do not agree on clients and weights. With several, the
-        first call with a client_update ends with a check: each trains the smallest client once
-        more, and there is a UserError if one gets other weights.
+        client's weights or loss are not finite, and UserError if nobody is selected, or somebody
+        who does not participate, or if the processes do not agree on clients and weights. With
+        several, the first call with a client_update ends with a check: each trains the smallest
+        client once more, and there is a UserError if one gets other weights.
         """
         selected, m = torch.as_tensor(selected, dtype=torch.long), self.clients.participating
-        if (selected >= m).any():
-            raise UserError(f"round {t} selects {selected.tolist()}: only 0 to {m - 1} participate")
+        if not len(selected) or (selected >= m).any():  # nobody's average would be a model of zeros
+            raise UserError(
+                f"round {t} selects {selected.tolist()}: select one at least, and of 0 to {m - 1} "
+                "alone, because only these participate"
+            )
         sizes = [len(self.clients.train[k]) for k in selected]
         mine = self._mine(theta, selected, sizes, t)  # the other processes train the other clients
-        total = sum(sizes[i] for i in mine) or 1  # a process without a client joins in the check
+        total = sum(sizes[i] for i in mine)
         uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
 
         def train_one(i: int, upload: Tensor) -> None:
             k = int(selected[i])
             set_weights(self.model, theta)
             self.model.train()
-            batches, optimizer = Batches(self._batches(k, t, total)), self._optimizer(t)
+            batches, optimizer = Batches(self._batches(k, t)), self._optimizer(t)
             own = {name: values[k] for name, values in per_client.items()}
-            try:
-                with seeded(self.device, self.seed, "dropout", t, k):  # the same on any process
-                    loss = client_update(self.model, batches, optimizer, **own, **options)
-            except ValueError as e:
-                if "more than 1 value per channel" not in str(e):
-                    raise
-                raise RunError(f"client {k} has a batch of one sample, which batch norm does not "
-                                "take: choose another --batch-size") from e  # fmt: skip
+            with seeded(self.device, self.seed, "dropout", t, k):  # the same on any process
+                loss = client_update(self.model, batches, optimizer, **own, **options)
             upload[:-1], upload[-1] = get_weights(self.model), torch.as_tensor(loss)
 
         for i in mine:
             train_one(i, uploads[i])
+            self.progress(t, sizes[i] / total)
         ranks.add_up(uploads)
         self.count(selected, self.local.epochs, 2 * len(theta) if sent is None else 2 * sent)
         finite = torch.isfinite(uploads.sum(1)).tolist()
@@ -215,7 +213,7 @@ class Trainer:
             k = int(selected[finite.index(False)])
             raise RunError(f"client {k} diverged in round {t}: {ADVICE}")
         must_check = ranks.COUNT > 1 and self.device.type == "cpu"
-        if must_check and sizes and self.checked != client_update:
+        if must_check and self.checked != client_update:
             i = sizes.index(min(sizes))
             again, self.checked = torch.empty_like(uploads[i]), client_update
             train_one(i, again)
@@ -296,11 +294,10 @@ class Trainer:
             return torch.optim.Adam(parameters, **options)
         return torch.optim.SGD(parameters, momentum=local.momentum, **options)
 
-    def _batches(self, k: int, t: int, total: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, k: int, t: int) -> Iterator[tuple[Tensor, Tensor]]:
         """A client's batches: in each epoch consecutive slices of a new random order.
 
-        The last slice may be smaller. `total` is the number of samples of all clients that this
-        process trains in the round, which tells how far a batch moves the clock.
+        An epoch's last slice may be smaller.
         """
         samples, epochs = self.clients.train[k], self.local.epochs
         rng = random_at(self.seed, "batches", t, k)
@@ -308,7 +305,6 @@ class Trainer:
         for order in orders.to(self.device):  # all epochs in one copy
             for positions in order.split(self.local.batch_size):
                 yield self.batch(positions)
-                self.progress(t, len(positions) / (epochs * total))
 
     def is_due(self, t: int) -> bool:
         """Whether round t is evaluated."""
@@ -333,12 +329,11 @@ class Trainer:
         rare_selected    which share of them holds a rare class, if there are rare classes
         """
         clients = self.clients
-        if not len(selected):  # the average of nothing would be a model of zeros
-            raise UserError(f"nobody was selected in round {t}: select one client at least")
         row = {"selected": selected, "train_loss": losses.mean(), **self.cost()}
         if not self.is_due(t):
             return row
-        m = clients.participating if len(clients.held_out) else 0
+        # With --held-out 0, nobody has a test sample
+        m = clients.participating if any(map(len, clients.test)) else 0
         parts = [*clients.test[:m], *clients.tests.values()]
         _, predicted = self.predict(theta, torch.cat(parts))
         guesses = predicted.split([len(part) for part in parts])
