@@ -343,7 +343,7 @@ convex_hull_select --small -> glyphs is small already
 fedavg --out '' -> value is empty
 fedavg --out full -> full is taken: choose another --out
 fedavg --out full/notes.txt -> notes.txt is taken
-fedavg --resume nowhere -> no run to resume
+fedavg --resume nowhere -> nowhere/args.json cannot be read (FileNotFoundError
 fedavg --resume torn -> args.json cannot be read
 uefl --resume other -> a run of fedavg.py
 fedavg --partition iid --dirichlet 0.5 -> --dirichlet has no effect

@@ -244,7 +244,7 @@ def defaults_for(chosen: argparse.Namespace, settings: dict, small: dict) -> dic
 def saved_flags(chosen: argparse.Namespace, method: str) -> dict:
     """The flags of this method's run or comparison that goes on; none if a new one starts.
 
-    Raises UserError if there is no such run in the folder that --resume names.
+    Raises UserError if there is none in the folder that --resume names.
     """
     folder = chosen.resume
     if folder == "--out":
@@ -253,13 +253,10 @@ def saved_flags(chosen: argparse.Namespace, method: str) -> dict:
         folder = chosen.out if (Path(chosen.out) / "args.json").exists() else None
     if not folder:
         return {}
-    if not (Path(folder) / "args.json").exists():
-        raise UserError(f"--resume {folder}: there is no run to resume")
     saved = read_args(Path(folder))["flags"]
     if saved.get("method") != method:
         raise UserError(f"--resume {folder}: this is a run of {saved.get('method')}.py")
-    seeds = [saved["seed"]] if "seed" in saved else saved["seeds"]
-    return saved | {"seeds": seeds, "processes": None, "out": folder}
+    return saved | {"processes": None, "out": folder}
 
 
 def refuse_others(args: argparse.Namespace, typed: dict[str, str], saved: dict) -> None:
@@ -267,9 +264,6 @@ def refuse_others(args: argparse.Namespace, typed: dict[str, str], saved: dict) 
 
     A run may become longer or shorter, by --rounds or by UEFL's --iterations.
     """
-    # The run began with what the first node has for these names
-    if args.precision == "auto":
-        args.precision = saved["precision"]
     may_change = {*MAY_CHANGE, "dataset"}  # a folder may have moved
     if saved["later_rounds"]:
         may_change.add("iterations")
