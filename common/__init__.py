@@ -21,7 +21,7 @@ class RunError(UserError):
 
 def first_line(error: BaseException) -> str:
     """One line for an error of another library: its class and the first line of its message."""
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(": ")
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
 
 
 def random_at(seed: int, purpose: str, *where: int) -> np.random.Generator:

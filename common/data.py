@@ -71,7 +71,7 @@ def load(name: str, root: str | Path = "data", image_size: int = 96) -> Dataset:
     Raises UserError if there is no such data set, if it cannot be read and cannot be downloaded, or
     if a data set with a name has not as many images as it should.
     """
-    root, folder = Path(root).expanduser(), Path(name).expanduser()
+    root, folder = Path(root), Path(name)
     jpegs, batches = root / "cifar10", root / "cifar-10-batches-py"  # its images, torchvision's
     if name in OFFLINE:
         return Dataset(name, **OFFLINE[name]())

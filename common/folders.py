@@ -46,8 +46,8 @@ def image_folder(folder: Path, image_size: int) -> dict:
     """The images in a folder, scaled to image_size x image_size.
 
     It says on stderr what it understood. Raises UserError for a layout that is none of the three,
-    for names of annotations such as masks, for a class without a training or a test image, for the
-    folder of a run, and for an image that cannot be read; and OSError for a folder that cannot.
+    for names of annotations such as masks, for a class without a training or a test image, and for
+    an image that cannot be read; and OSError for a folder that cannot.
 
     Returns the fields of a Dataset but its name.
     """
@@ -87,11 +87,9 @@ def image_folder(folder: Path, image_size: int) -> dict:
 def find_files(folder: Path, depth: int = 0) -> list[Path]:
     """The files in a folder and in all folders inside it, sorted, without JUNK.
 
-    Raises UserError if a folder has no images or is a run's, and for names that cannot be used.
+    Raises UserError if a folder has no images, and for names that cannot be used.
     """
     paths = sorted(path for path in folder.iterdir() if not path.name.startswith(JUNK))
-    if any(path.name == "metrics.csv" for path in paths):
-        raise UserError(f"{folder} is the folder of a run, and its pictures are no data")
     if depth > 6:  # perhaps by a link to a folder above
         raise UserError(f"{folder} is too deep: give a folder further in, or remove a link")
     if folder.name.encode(errors="ignore").decode() != folder.name:  # no table could show it
@@ -188,10 +186,7 @@ def say(text: str) -> None:
 
 def decode(files: Sequence[str | Path], image_size: int) -> Tensor:
     """The images as uint8 [N, 3, image_size, image_size], decoded in parallel."""
-    try:
-        x = torch.empty(len(files), 3, image_size, image_size, dtype=torch.uint8)
-    except RuntimeError as e:
-        raise UserError(f"{len(files)} images do not fit into memory: lower --image-size") from e
+    x = torch.empty(len(files), 3, image_size, image_size, dtype=torch.uint8)
 
     def decode_one(i):
         x[i] = pixels(files[i], image_size)

@@ -180,10 +180,8 @@ def _load_weights(net: nn.Module, pretrained: str, weights) -> None:
     """
     try:
         if pretrained == "imagenet":
-            tip = "with no network, give the path of a file downloaded elsewhere from"
             state = weights.get_state_dict(check_hash=True)
         else:
-            tip = "give a file of tensors, with names and shapes as in"
             state = torch.load(pretrained, "cpu")  # by default, it runs no code of the file
             state = state.get("state_dict", state.get("model", state))
         last = "fc.", "classifier."  # net has another layer there, or none
@@ -191,5 +189,6 @@ def _load_weights(net: nn.Module, pretrained: str, weights) -> None:
     except Exception as e:  # many types; UnpicklingError's text advises an unsafe load
         why = shorten(str(e), 300) if isinstance(e, (OSError, RuntimeError)) else type(e).__name__
         raise UserError(
-            f"--pretrained: weights cannot be loaded from {pretrained} ({why}): {tip} {weights.url}"
+            f"--pretrained: weights cannot be loaded from {pretrained} ({why}): give a copy of "
+            f"{weights.url}, or a file with the same names and shapes"
         ) from e

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -49,16 +48,8 @@ def how_many(processes: int | None, device: str, most: int) -> int:
     if (processes or 1) > 1 and sys.platform != "linux":
         raise UserError("--processes: only Linux forks safely; use 1, or torchrun (Windows: WSL)")
     gpus = torch.cuda.device_count() if device in ("auto", "cuda") else int("cuda" in device)
-    return min(processes or gpus or cores(), most, gpus or most)
-
-
-def cores() -> int:
-    """How many cores this program may use, by its affinity and its container; 1 if not on Linux."""
-    count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
-    with suppress(OSError, ValueError):  # there is no such file, or it says "max"
-        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-        count = min(count, max(1, round(quota / period)))
-    return count
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    return min(processes or gpus or cores, most, gpus or most)
 
 
 def start(work: Callable[[], None], count: int) -> None:
@@ -102,7 +93,6 @@ def _rank(rank: int, work: Callable[[], None], count: int, folder: Path) -> None
         connect()
         work()
         disconnect()
-        print(end="", flush=True)
     except (UserError, OSError) as e:
         (folder / f"error{rank}").write_bytes(pickle.dumps(e))
         sys.exit(1)

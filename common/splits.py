@@ -52,11 +52,6 @@ class Clients:
         """n_k, the number of training samples of each client, float32 [N]."""
         return torch.tensor([float(len(samples)) for samples in self.train])
 
-    @property
-    def held_out(self) -> Tensor:
-        """The test samples of all participating clients together."""
-        return torch.cat(self.test[: self.participating])
-
 
 def shuffled(samples: Tensor, rng: Generator) -> Tensor:
     """The same samples in random order."""

@@ -189,14 +189,14 @@ class Trainer:
             raise UserError(f"round {t} selects {selected.tolist()}: only 0 to {m - 1} participate")
         sizes = [len(self.clients.train[k]) for k in selected]
         mine = self._mine(theta, selected, sizes)  # the other processes train the other clients
-        total = sum(sizes[i] for i in mine) or 1  # a process without a client joins in the check
+        total = sum(sizes[i] for i in mine)
         uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
 
         def train_one(i: int, upload: Tensor) -> None:
             k = int(selected[i])
             set_weights(self.model, theta)
             self.model.train()
-            batches, optimizer = Batches(self._batches(k, t, total)), self._optimizer(t)
+            batches, optimizer = Batches(self._batches(k, t)), self._optimizer(t)
             own = {name: values[k] for name, values in per_client.items()}
             try:
                 with seeded(self.device, self.seed, "dropout", t, k):  # the same on any process
@@ -210,6 +210,7 @@ class Trainer:
 
         for i in mine:
             train_one(i, uploads[i])
+            self.progress(t, sizes[i] / total)
         ranks.add_up(uploads)
         self.count(selected, self.local.epochs, 2 * len(theta) if sent is None else 2 * sent)
         finite = torch.isfinite(uploads.sum(1)).tolist()
@@ -298,11 +299,10 @@ class Trainer:
             return torch.optim.Adam(parameters, **options)
         return torch.optim.SGD(parameters, momentum=local.momentum, **options)
 
-    def _batches(self, k: int, t: int, total: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, k: int, t: int) -> Iterator[tuple[Tensor, Tensor]]:
         """A client's batches: in each epoch consecutive slices of a new random order.
 
-        The last slice may be smaller. `total` is the number of samples of all clients that this
-        process trains in the round, which tells how far a batch moves the clock.
+        An epoch's last slice may be smaller.
         """
         samples, epochs = self.clients.train[k], self.local.epochs
         rng = random_at(self.seed, "batches", t, k)
@@ -310,7 +310,6 @@ class Trainer:
         for order in orders.to(self.device):  # all epochs in one copy
             for positions in order.split(self.local.batch_size):
                 yield self.batch(positions)
-                self.progress(t, len(positions) / (epochs * total))
 
     def is_due(self, t: int) -> bool:
         """Whether round t is evaluated."""

@@ -26,7 +26,7 @@ from helpers import (
 from matplotlib.figure import Figure
 
 import common.data
-from common import random_at, ranks
+from common import random_at
 from common.models import build
 from common.runner import launch
 from common.splits import Clients
@@ -39,7 +39,7 @@ torch.set_num_threads(1)  # the models here are too small to share between cores
 def alone(monkeypatch):
     """Draws glyphs once, never forks pytest, and lets the folders of two tests have one path."""
     monkeypatch.setitem(common.data.OFFLINE, "glyphs", drawn)
-    monkeypatch.setattr(ranks, "cores", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
 
 
 @pytest.fixture

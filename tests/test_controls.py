@@ -57,9 +57,7 @@ def test_twins_are_two_clients_for_each_rare_class(patched):
 def orders(patched, trainer, name):
     """The images and labels of two epochs of client 0, in the rounds 1 and 2."""
     batches = patched(name, "common/train.py")["Trainer"]._batches
-    return [
-        [torch.cat(part) for part in zip(*batches(trainer, 0, t, 40), strict=True)] for t in (1, 2)
-    ]
+    return [[torch.cat(part) for part in zip(*batches(trainer, 0, t), strict=True)] for t in (1, 2)]
 
 
 def test_one_order_is_that_of_all_epochs_and_rounds(patched, trainer, tiny):

@@ -186,13 +186,11 @@ def test_pixels_labels_and_parts_belong_together(pets, tmp_path, capsys):
     assert "1 test images are copies of training images" in capsys.readouterr().err
 
 
-def test_a_link_is_what_it_leads_to(pets, tmp_path, monkeypatch):
+def test_a_link_is_what_it_leads_to(pets):
     (pets / "photo/cat/again.png").symlink_to(pets / "sketch/dog/0.png")
     (pets / "paint").symlink_to(pets / "photo")
     assert image_folder(pets, 8)["x"][10, 0, 0, 0] == 90
     assert image_folder(pets, 8)["domains"] == ["paint", "photo", "sketch"]
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert load("~/pets", "~", 8).name == "pets"
     (pets / "photo/cat/again").symlink_to(pets)
     with pytest.raises(UserError, match="too deep"):
         image_folder(pets, 8)
@@ -216,9 +214,6 @@ def test_what_cannot_be_read_is_named(pets):
         Image.fromarray(np.arange(256).reshape(16, 16).astype(kind)).save(file)
         with pytest.raises(UserError, match=r"x\.tif .*more than 8 bits per channel"):
             image_folder(pets, 8)
-    file.unlink()
-    with pytest.raises(UserError, match="do not fit into memory: lower --image-size"):
-        image_folder(pets, 10**7)
     with pytest.raises(UserError, match="no such folder or data set"):
         load(str(pets / "photo/cat/0.png"))
 

@@ -97,7 +97,7 @@ def test_a_download_that_fails_says_what_to_do(monkeypatch):
         raise OSError("no route")
 
     monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", fails)
-    with pytest.raises(UserError, match=r"\(no route\): with no network, .*/resnet18-.*pth"):
+    with pytest.raises(UserError, match=r"\(no route\): give a copy of .*/resnet18-.*pth"):
         build("resnet18", (3, 32, 32), 5, pretrained="imagenet")
 
 

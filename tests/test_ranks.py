@@ -25,7 +25,6 @@ import minimax_select
 import uefl
 from common import UserError, models, ranks
 from common.devices import set_up
-from common.ranks import cores
 
 HERE = Path(__file__).parent
 
@@ -303,17 +302,9 @@ def test_only_torchrun_sets_the_rank(monkeypatch, missing, expected):
     assert (started["RANK"], started["COUNT"]) == expected
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("max 100000", 8), ("250000 100000", 2)])
-def test_cores_are_those_that_the_container_may_use(monkeypatch, limit, expected):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr(Path, "read_text", lambda self: limit)
-    assert cores() == expected
-
-
 def test_where_forks_are_not_safe_a_run_has_one_process(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(ranks, "may_fork", True)
-    monkeypatch.setattr(ranks, "cores", cores)
     assert ranks.how_many(None, "cpu", 9) == ranks.how_many(1, "cpu", 9) == 1
     with pytest.raises(UserError, match=r"use 1, or torchrun \(Windows: WSL\)"):
         ranks.how_many(2, "cpu", 9)

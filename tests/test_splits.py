@@ -128,7 +128,6 @@ def test_the_participating_clients_come_first_and_are_those_of_the_draw(tiny, pa
         domains = {tiny.domains[d] for d in tiny.domain[torch.cat([train, test])]}
         assert {some.groups[i]} == (domains if partition == "domain" else {""})
     assert some.ids.tolist() == [0, 1]
-    assert torch.equal(some.held_out, torch.cat([everybody.test[k] for k in drawn]))
 
 
 def test_by_default_4_in_10_clients_participate_or_those_of_all_domains(tiny):

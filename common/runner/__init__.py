@@ -4,7 +4,6 @@ A method can be understood without these files. A new run passes through them in
 compare, runs, and then table and plots.
 """
 
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -22,23 +21,16 @@ def launch(main: Callable[[], object]) -> None:
 
     Exit codes: 2 is a user's mistake, 130 is Ctrl-C or SIGTERM, and 1 is an error of the operating
     system, such as a full disk, or another process that has ended. Each of these is one line on
-    stderr. If nobody reads stdout, it is silent.
+    stderr.
     """
     ranks.may_fork = True
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     torch.set_num_threads(1)  # see devices.set_up
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (closed by the user)
-    if hasattr(sys.stdout, "reconfigure"):  # not in Jupyter's %run, or if the user has closed it
-        sys.stdout.reconfigure(errors="replace")  # a terminal may not know ±
     try:
         ranks.connect()  # torchrun's ranks meet first, so that all see it if a mistake ends one
         main()
         ranks.disconnect()
-        print(end="", flush=True)
         return
-    except BrokenPipeError:  # the reader has left, as in `| head`, and what is not printed yet goes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
     except UserError as e:
         code, parts = 2, [str(e)]
     except OSError as e:

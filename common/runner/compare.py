@@ -151,7 +151,7 @@ def plans_of(sides: Sequence[Namespace], seeds: Sequence[int], domains: Sequence
         place = f"/{domain}" * (len(domains) > 1)
         if len(seeds) * len(domains) > 1:
             place += f"/seed{seed}"
-        here = {"seed": seed, "test_domain": domain}
+        here = {"seed": seed, "seeds": [seed], "test_domain": domain}
         plans.append([changed(side, out=f"{side.out}{place}", **here) for side in sides])
     return plans
 

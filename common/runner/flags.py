@@ -258,8 +258,7 @@ def saved_flags(chosen: argparse.Namespace, method: str) -> dict:
     saved = read_args(Path(folder))["flags"]
     if saved.get("method") != method:
         raise UserError(f"--resume {folder}: this is a run of {saved.get('method')}.py")
-    seeds = [saved["seed"]] if "seed" in saved else saved["seeds"]
-    return saved | {"seeds": seeds, "processes": None, "out": folder}
+    return saved | {"processes": None, "out": folder}
 
 
 def refuse_others(args: argparse.Namespace, typed: dict[str, str], saved: dict) -> None:
@@ -267,9 +266,6 @@ def refuse_others(args: argparse.Namespace, typed: dict[str, str], saved: dict) 
 
     A run may become longer or shorter, by --rounds or by UEFL's --iterations.
     """
-    # The run began with what the first node has for these names
-    if args.precision == "auto":
-        args.precision = saved["precision"]
     may_change = {*MAY_CHANGE, "dataset"}  # a folder may have moved
     if saved["later_rounds"]:
         may_change.add("iterations")

@@ -9,7 +9,6 @@ import csv
 import io
 import json
 import os
-import shutil
 import sys
 import time
 from argparse import Namespace
@@ -95,7 +94,6 @@ class Run:
             initial=self.t,
             bar_format="{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
             mininterval=0.2 if sys.stderr.isatty() else 60,
-            ncols=shutil.get_terminal_size().columns,  # 80 if a terminal does not tell
             **({"disable": True} if ranks.RANK > 0 else {}),  # else TQDM_DISABLE decides
         )
 
@@ -268,7 +266,7 @@ def read_args(folder: Path) -> dict:
     file = folder / "args.json"
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
-        return {"data": None, "machine": "", **about, "flags": dict(about["flags"])}
+        return {**about, "flags": dict(about["flags"])}
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise RunError(f"{file} cannot be read ({first_line(e)}): {ANEW}") from e
 
@@ -276,9 +274,7 @@ def read_args(folder: Path) -> dict:
 def check_free(folder: Path) -> None:
     """Raises UserError if this folder holds something, so that no run overwrites another one."""
     if folder.is_file() or any(folder.glob("*")):
-        is_run = (folder / "args.json").exists()
-        resume = ", or continue the run in it with --resume" * is_run
-        raise UserError(f"{folder} is taken: choose another --out{resume}")
+        raise UserError(f"{folder} is taken: choose another --out, or continue a run by --resume")
 
 
 def _csv(lines: Iterable[Iterable]) -> str:

@@ -116,12 +116,6 @@ def with_interval(differences: np.ndarray, column: str) -> str:
     return f"{mean} ({low} to {high})"
 
 
-def without_empty_columns(table: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """The table without the columns that have only a header."""
-    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
-    return list(zip(*columns, strict=True))
-
-
 def line(name: str, numbers: Mapping, domains: Sequence[str], text: Callable) -> list[str]:
     """A line of the table: means over these test domains. A seed counts if it has all of them.
 
@@ -142,7 +136,8 @@ def line(name: str, numbers: Mapping, domains: Sequence[str], text: Callable) ->
 def table(rows: Mapping[str, Sequence]) -> list[tuple[str, ...]]:
     """A header, a line for each row, and one for the difference of each from the last.
 
-    Below a line with several test domains, each of these has a line, too.
+    Below a line with several test domains, each of these has a line, too. A column that has only a
+    header is left out.
     """
     header = [column + OF_A_RUN[measure_of(column).table] for column in COLUMNS]
     lines, numbers = [["", "seeds", *header]], {}
@@ -159,7 +154,8 @@ def table(rows: Mapping[str, Sequence]) -> list[tuple[str, ...]]:
         lines.append(line(label, of_row, domains, text))
         if len(domains) > 1:
             lines += [line(f"{label}, {domain}", of_row, [domain], text) for domain in domains]
-    return without_empty_columns(lines)
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    return list(zip(*columns, strict=True))
 
 
 def report(rows: Mapping[str, Sequence]) -> None:
