@@ -339,7 +339,8 @@ class Trainer:
         row = {"selected": selected, "train_loss": losses.mean(), **self.cost()}
         if not self.is_due(t):
             return row
-        m = clients.participating if len(clients.held_out) else 0
+        # With --held-out 0, nobody has a test sample
+        m = clients.participating if any(map(len, clients.test)) else 0
         parts = [*clients.test[:m], *clients.tests.values()]
         _, predicted = self.predict(theta, torch.cat(parts))
         guesses = predicted.split([len(part) for part in parts])
