@@ -100,13 +100,10 @@ def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
 
     An angle is in degrees, counter-clockwise, and becomes the domain of its images (Guo et al.,
     F.1: RotatedMNIST; Zhang et al., section 4). Training and test images are divided separately, so
-    that both have all angles. The interpolation is bilinear, and the corners become zero. Raises
-    UserError for equal angles.
+    that both have all angles. The interpolation is bilinear, and the corners become zero.
     """
     from torchvision.transforms.functional import InterpolationMode, rotate  # slow to import
 
-    if len({f"{angle % 360:g}" for angle in angles}) < len(angles):
-        raise UserError(f"--rotate: {angles}: name each angle once")
     g = torch.Generator().manual_seed(seed)
     x, domain = data.x.clone(), torch.full_like(data.y, -1)
     for part in (data.train, data.test):

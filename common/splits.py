@@ -133,15 +133,13 @@ def by_class(labels: Tensor, partition: str, classes: int, clients: int, rng: Ge
     specialists  three of four clients hold one class each, and the others hold all classes
 
     All clients together hold half of the samples, and no sample has two owners. Returns positions
-    in `labels`, int64. Raises UserError if classes, clients or samples of a class are too few.
+    in `labels`, int64. Raises UserError if the samples of a class are too few.
     """
     every = list(range(classes))
     if partition == "specialists":
         ones, others = [[k % classes] for k in range(3 * clients // 4)], every
     else:
         ones, others = [[c] for c in every[-RARE:]], every[:-RARE]
-        if classes < 5 or clients <= len(ones):
-            raise UserError(f"--partition rare needs 5 classes, and over {len(ones)} clients")
     wanted, size = ones + [others] * (clients - len(ones)), len(labels) // (2 * clients)
     parts, left = {}, shuffled(torch.arange(len(labels)), rng)
     # Those who want many classes come first. The others would take the first samples of their class

@@ -374,9 +374,8 @@ fedavg --seed 1 --seed 2 -> --seed is given twice
 fedavg --rotate=0 --rotate=9 -> --rotate is given twice
 fediir --test-domain mono --dataset glyphs --model resblocks -> has batch norm
 fediir --dataset some/folder --model convnet --clients 4 -> --test-domain is missing
-uefl --partition domain --rotate 0 360 -> name each angle once
-minimax_select --clients 3 -> over 3 clients
-minimax_select --dataset colours --clients 8 --partition rare -> needs 5 classes
+minimax_select --clients 3 -> too few samples of the classes
+minimax_select --dataset colours --clients 8 --partition rare -> choose another --partition
 fedavg --partition iid --clients 1201 -> 12000 samples are too few for 1201 clients, because each
 fediir --partition domain --clients 1 --dataset glyphs -> --clients 1 is fewer than the
 fedavg --clients 9 --sample 5 -> --sample 5: only 4 of 9 clients participate; lower it, or raise
