@@ -269,8 +269,7 @@ class Trainer:
         if ranks.COUNT > 1:
             checksum = theta.contiguous().view(torch.int32).sum().item()
             facts = {"clients": [int(k) for k in ids], "weights": checksum}
-            advice = "draw with random_at, or use --processes 1"
-            ranks.agree(facts, f"in round {t}", advice)
+            ranks.agree(facts, f"in round {t}", "draw with random_at, or use --processes 1")
         return ranks.share_out(sizes)
 
     def count(self, ids: Tensor, passes: float = 0, numbers: float | Tensor = 0) -> None:
