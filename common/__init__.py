@@ -6,7 +6,7 @@ import zlib
 import numpy as np
 import torch
 
-if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+if torch.__version__ < (2, 11):
     print(f"torch {torch.__version__} is too old: install 2.11 or newer", file=sys.stderr)
     sys.exit(2)
 

@@ -274,8 +274,8 @@ class Trainer:
         if ranks.COUNT > 1:
             checksum = theta.contiguous().view(torch.int32).sum().item()
             facts = {"clients": [int(k) for k in ids], "weights": checksum}
-            advice = "draw with random_at, or use --processes 1"
-            ranks.agree(facts, f"in or after round {self.t} ", advice)
+            when = f"in or after round {self.t} "
+            ranks.agree(facts, when, "draw with random_at, or use --processes 1")
         return ranks.share_out(sizes)
 
     def count(self, ids: Tensor, passes: float = 0, numbers: float | Tensor = 0) -> None:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 from scipy import stats
 
-from common.runner.measures import in_percent, measure_of
+from common.runner.measures import in_percent
 
 RESULTS = Path(__file__).parent
 
@@ -162,7 +162,7 @@ class Comparison(SimpleNamespace):
 
         None if it never does, or if it is then beyond by 2 points, or 0.02 nats.
         """
-        better = measure_of(self.column).better
+        better = -1 if self.column == "mE" else 1
         for t in self.rounds:
             beyond = better * (self.sides(around(t))[1].mean() - self.paper_means[1])
             if beyond >= 0:

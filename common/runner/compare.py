@@ -15,7 +15,6 @@ from common.runner.runs import Run, check_free, write_args
 from common.train import LocalTraining, Trainer
 
 Runs = Mapping[str, Sequence[Run]]  # label -> its runs, in the order of the plans
-Plans = list[list[Namespace]]  # for each seed and test domain the flags of a run of each side
 
 
 def build_model(args: Namespace, shape: tuple[int, ...], classes: int) -> models.Classifier:
@@ -125,7 +124,25 @@ def run(
         return run.finish()
 
     def work() -> Runs:
-        runs, failed = run_all(args, plans, run_one)
+        runs, failed = {}, []
+        device, args.precision = devices.set_up(args.device, args.precision, args.model)
+        if len(plans) > 1 and ranks.RANK == 0:
+            write_args(Path(args.out), {"flags": vars(args)}, bool(args.resume))
+        for i, plan in enumerate(plans, start=1):
+            rounds = args.rounds
+            for own in plan:
+                own.rounds, own.precision = rounds, args.precision
+                try:
+                    run = run_one(own, device)
+                except RunError as e:
+                    failed.append(f"{own.out}: {e}")
+                    if own is plan[0]:  # nobody knows how many rounds its baselines would have
+                        break
+                else:
+                    runs.setdefault(own.name, []).append(run)
+                    rounds = run.t  # a baseline stops when the method has stopped
+            if len(plans) > 1:
+                print(f"{i} of {len(plans)} done", flush=True)
         if runs:
             show(args, runs)
         if args.is_example and not failed and len(runs) > 1:
@@ -144,40 +161,18 @@ def run(
         raise
 
 
-def plans_of(sides: Sequence[Namespace], seeds: Sequence[int], domains: Sequence[str]) -> Plans:
-    """What to run with each seed and test domain: the method and its baselines, the `sides`."""
+def plans_of(
+    sides: Sequence[Namespace], seeds: Sequence[int], domains: Sequence[str]
+) -> list[list[Namespace]]:
+    """For each seed and test domain the flags of a run of each side: the method, its baselines."""
     plans = []
     for seed, domain in product(seeds, domains):
-        place = f"/{domain}" * (len(domains) > 1)
+        place = f"/{domain}" if len(domains) > 1 else ""
         if len(seeds) * len(domains) > 1:
             place += f"/seed{seed}"
         here = {"seed": seed, "seeds": [seed], "test_domain": domain}
         plans.append([changed(side, out=f"{side.out}{place}", **here) for side in sides])
     return plans
-
-
-def run_all(args: Namespace, plans: Plans, run_one: Callable) -> tuple[Runs, list[str]]:
-    """Runs the method and its baselines by each plan, and says which of them have failed."""
-    runs, failed = {}, []
-    device, args.precision = devices.set_up(args.device, args.precision, args.model)  # of all runs
-    if len(plans) > 1 and ranks.RANK == 0:
-        write_args(Path(args.out), {"flags": vars(args)}, bool(args.resume))
-    for i, plan in enumerate(plans, start=1):
-        rounds = args.rounds
-        for own in plan:
-            own.rounds, own.precision = rounds, args.precision
-            try:
-                run = run_one(own, device)
-            except RunError as e:
-                failed.append(f"{own.out}: {e}")
-                if own is plan[0]:  # nobody knows how many rounds its baselines would have
-                    break
-            else:
-                runs.setdefault(own.name, []).append(run)
-                rounds = run.t  # a baseline stops when the method has stopped
-        if len(plans) > 1:
-            print(f"{i} of {len(plans)} done", flush=True)
-    return runs, failed
 
 
 def show(args: Namespace, runs: Runs) -> None:

@@ -14,20 +14,16 @@ class Measure(NamedTuple):
     unit    a share is in "percent", so it is shown times 100
     table   what a table takes: the mean of the "last" evaluations or of "all", the number at the
             "end" for what adds up, or "" if it is not there
-    bar     its name on the progress bar; "" if it is not there
-    better  1 if larger is better, and -1 if smaller is better
     """
 
     title: str
     unit: str = ""
     table: str = ""
-    bar: str = ""
-    better: int = 1
 
 
 MEASURES = {
-    "id_accuracy": Measure("ID accuracy", "percent", "last", "ID"),
-    "ood_accuracy": Measure("OOD accuracy", "percent", "last", "OOD"),
+    "id_accuracy": Measure("ID accuracy", "percent", "last"),
+    "ood_accuracy": Measure("OOD accuracy", "percent", "last"),
     "neutral_accuracy": Measure("colour-neutral accuracy", "percent", "last"),
     "rare_accuracy": Measure("accuracy, rare classes", "percent", "last"),
     "rare_selected": Measure("", "percent", "all"),
@@ -36,13 +32,13 @@ MEASURES = {
     "accuracies": Measure("", "percent"),
     "id_selected": Measure("", "percent"),
     "mA": Measure("", "percent"),
-    "mE": Measure("mean uncertainty mE", "nats", "last", better=-1),
+    "mE": Measure("mean uncertainty mE", "nats", "last"),
     "mP": Measure("perplexity mP"),
-    "code_loss": Measure("L_code", better=-1),
-    "gradient_spread": Measure("spread of the clients' gradients", better=-1),
-    "train_loss": Measure("training loss, all terms", "nats", bar="loss", better=-1),
-    "samples": Measure("", "samples", "end", better=-1),
-    "megabytes": Measure("", "MB", "end", better=-1),
+    "code_loss": Measure("L_code"),
+    "gradient_spread": Measure("spread of the clients' gradients"),
+    "train_loss": Measure("training loss, all terms", "nats"),
+    "samples": Measure("", "samples", "end"),
+    "megabytes": Measure("", "MB", "end"),
 }
 DECIMALS = {"percent": 1, "MB": 1, "samples": 0}  # of other units three
 

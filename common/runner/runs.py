@@ -27,11 +27,11 @@ from tqdm import tqdm
 from common import RunError, UserError, first_line, ranks, train
 from common.data import Dataset
 from common.runner import plots
-from common.runner.measures import MEASURES
 from common.splits import Clients
 
 SAVE_EVERY = 30  # seconds between two checkpoints
 ANEW = "start a new run, or with several seeds delete this one's folder and resume"
+ON_THE_BAR = {"train_loss": "loss", "id_accuracy": "ID", "ood_accuracy": "OOD"}
 KEPT = ("state", "rows", "confusion")  # what a checkpoint has
 
 
@@ -58,7 +58,7 @@ class Run:
         device: torch.device,
     ):
         self.args, self.data, self.clients, self.folder = args, data, clients, Path(args.out)
-        self.checkpoint, self.next = (self.folder / f"{n}.pt" for n in ("checkpoint", "next"))
+        self.checkpoint, self.next = self.folder / "checkpoint.pt", self.folder / "next.pt"
         self.model, self.state, self.rows, self.t = model, {}, [], 0
         self.confusion = None  # of the last evaluation, [classes, classes]
         self.images, self.machine = data.fingerprint(), machine_of(device)
@@ -119,8 +119,8 @@ class Run:
             for name in KEPT:
                 setattr(self, name, found[name])
         except Exception as e:  # there are many types for a file that is damaged
-            name = type(e).__name__
-            raise RunError(f"{self.checkpoint} cannot be read ({name}): {ANEW}") from e
+            why = f"{self.checkpoint} cannot be read ({type(e).__name__})"
+            raise RunError(f"{why}: {ANEW}") from e
         self.t = self.rows[-1]["round"]
         if self.t > self.total:
             raise UserError(f"{self.folder} has had {self.t} rounds: choose --rounds accordingly")
@@ -220,9 +220,10 @@ class Run:
 
 def weights_in(state: dict) -> Tensor:
     """The model's weights [P] in what federate() yields: some papers call them w, others theta."""
-    if not {"w", "theta"} & state.keys():
-        raise UserError("federate() yields a state without the model: call it w, or theta")
-    return state["w"] if "w" in state else state["theta"]
+    for name in ("w", "theta"):
+        if name in state:
+            return state[name]
+    raise UserError("federate() yields a state without the model: call it w, or theta")
 
 
 def machine_of(device: torch.device) -> str:
@@ -251,14 +252,12 @@ def write_whole(file: Path, content: str | dict) -> None:
 
 def write_args(folder: Path, about: dict, goes_on: bool) -> None:
     """Writes args.json. A new run has the folder if it can create this file."""
-    text = json.dumps(about, indent=1) + "\n"
-    if goes_on:
-        write_whole(folder / "args.json", text)
-        return
-    check_free(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "args.json", "x", encoding="utf-8") as file:
-        file.write(text)
+    file = folder / "args.json"
+    if not goes_on:
+        check_free(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        file.touch(exist_ok=False)
+    write_whole(file, json.dumps(about, indent=1) + "\n")
 
 
 def read_args(folder: Path) -> dict:
@@ -286,8 +285,7 @@ def _csv(lines: Iterable[Iterable]) -> str:
 
 def _short(row: dict) -> str:
     """The loss and the accuracies of a round."""
-    names = {column: measure.bar for column, measure in MEASURES.items() if measure.bar}
-    return "  ".join(f"{name} {row[c]:.3g}" for c, name in names.items() if c in row)
+    return "  ".join(f"{name} {row[c]:.3g}" for c, name in ON_THE_BAR.items() if c in row)
 
 
 def _plain(value, column: str) -> float | list:
