@@ -101,7 +101,6 @@ class LocalTraining:
     lr: float = 0.05
     optimizer: str = "sgd"
     momentum: float = 0.0
-    weight_decay: float = 0.0
     lr_decay: float = 1.0
 
 
@@ -217,8 +216,7 @@ class Trainer:
         if not all(finite):
             k = int(selected[finite.index(False)])
             raise RunError(f"client {k} diverged in round {t}: {ADVICE}")
-        must_check = ranks.COUNT > 1 and self.device.type == "cpu"
-        if must_check and sizes and t in CHECKED:
+        if ranks.COUNT > 1 and self.device.type == "cpu" and sizes and t in CHECKED:
             i = sizes.index(min(sizes))
             again = torch.empty_like(uploads[i])
             train_one(i, again)
@@ -294,10 +292,9 @@ class Trainer:
     def _optimizer(self, t: int) -> torch.optim.Optimizer:
         local, parameters = self.local, self.model.parameters()
         lr = local.lr * local.lr_decay ** max(t - 1, 0)
-        options = {"lr": lr, "weight_decay": local.weight_decay, "fused": True}
         if local.optimizer == "adam":
-            return torch.optim.Adam(parameters, **options)
-        return torch.optim.SGD(parameters, momentum=local.momentum, **options)
+            return torch.optim.Adam(parameters, lr, fused=True)
+        return torch.optim.SGD(parameters, lr, local.momentum, fused=True)
 
     def _batches(self, k: int, t: int) -> Iterator[tuple[Tensor, Tensor]]:
         """A client's batches: in each epoch consecutive slices of a new random order.

@@ -178,7 +178,7 @@ def sgd_by_hand(run, theta, t, k, gradient=loss_and_gradient):
         order = samples[torch.from_numpy(rng.permutation(len(samples)))]
         for batch in order.split(args.batch_size):
             loss, grad = gradient(run.trainer, theta, batch)
-            v = args.momentum * v + grad + args.weight_decay * theta
+            v = args.momentum * v + grad
             theta = theta - lr * v
             losses.append(loss.item())
     return theta.detach(), np.mean(losses)

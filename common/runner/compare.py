@@ -49,9 +49,8 @@ def assemble(
 def local_training(args: Namespace) -> LocalTraining:
     """How a client trains, from these flags."""
     return LocalTraining(
-        args.local_epochs, args.batch_size, args.lr, args.optimizer, args.momentum,
-        args.weight_decay, args.lr_decay,
-    )  # fmt: skip
+        args.local_epochs, args.batch_size, args.lr, args.optimizer, args.momentum, args.lr_decay
+    )
 
 
 def run(

@@ -116,7 +116,6 @@ def add_shared_flags(parser: Parser, example: str) -> None:
     add("--lr", type=positive, default=0.05, help="step size of local training")
     add("--optimizer", choices=["sgd", "adam"], default="sgd", help="of local training")
     add("--momentum", type=within(float, 0, 0.999), default=0.0, help="momentum of sgd")
-    add("--weight-decay", type=within(float, 0, 1), default=0.0, help="of the optimizer")
     add("--lr-decay", type=within(float, 1e-6, 1), default=1.0,
         help="factor by which the step size falls from round to round")
 

@@ -169,7 +169,8 @@ class Run:
         if ranks.RANK == 0 and self.next.exists():
             self.next.replace(self.checkpoint)
         self.bar.update(self.t - self.bar.n)
-        self.bar.set_postfix_str(_short(row), refresh=False)
+        shown = [f"{name} {row[c]:.3g}" for c, name in ON_THE_BAR.items() if c in row]
+        self.bar.set_postfix_str("  ".join(shown), refresh=False)
         if time.monotonic() > self.save_at:
             self.save()
 
@@ -281,11 +282,6 @@ def _csv(lines: Iterable[Iterable]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(lines)
     return text.getvalue()
-
-
-def _short(row: dict) -> str:
-    """The loss and the accuracies of a round."""
-    return "  ".join(f"{name} {row[c]:.3g}" for c, name in ON_THE_BAR.items() if c in row)
 
 
 def _plain(value, column: str) -> float | list:
