@@ -265,6 +265,8 @@ def refuse_others(args: argparse.Namespace, typed: dict[str, str], saved: dict) 
 
     A run may become longer or shorter, by --rounds or by UEFL's --iterations.
     """
+    if args.precision == "auto":  # the run began with what this meant there
+        args.precision = saved["precision"]
     may_change = {*MAY_CHANGE, "dataset"}  # a folder may have moved
     if saved["later_rounds"]:
         may_change.add("iterations")
