@@ -139,8 +139,9 @@ def clients(run) -> None:
                 (mine,) = np.nonzero(groups == group)
                 axes.bar(mine, values[mine], color=COLOURS[i % len(COLOURS)], label=group)
             axes.set(title=title)
-        for axes in rows[:, 0]:
-            axes.axvline(m - 0.5, color="black", lw=0.8)
+        if m < counts.shape[1]:
+            for axes in rows[:, 0]:
+                axes.axvline(m - 0.5, color="black", lw=0.8)
         rows[-1, 0].set(xlabel=f"client (0 to {m - 1} participate)")
         rows[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
         if bars and any(groups):
