@@ -1,7 +1,5 @@
-"""On which device a run computes, in which precision, with which memory and random numbers."""
+"""On which device a run computes, in which precision, and with which random numbers."""
 
-import ctypes
-import os
 import random
 from contextlib import contextmanager
 
@@ -10,14 +8,12 @@ import torch
 
 from common import UserError, first_line, models, random_at, ranks
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-
 
 def set_up(device: str, precision: str, model: str) -> tuple[torch.device, str]:
     """The device and the precision that these names, or `auto`, mean here.
 
-    Sets what holds for the whole program, too: one thread if launch() runs it, each rank's GPU, the
-    choices of cuDNN, and how the system gets freed memory back.
+    Sets what holds for the whole program, too: one thread if launch() runs it, each rank's GPU, and
+    the choices of cuDNN.
 
     device     with `auto` (a GPU if there is one) or `cuda`, each rank has one
     precision  `auto` takes bfloat16 if the hardware multiplies in it, else float32. On a GPU it
@@ -41,7 +37,6 @@ def set_up(device: str, precision: str, model: str) -> tuple[torch.device, str]:
             can = torch.cpu.get_capabilities()
             fast = can.get("avx512_bf16") or can.get("amx_bf16")
         precision = "bfloat16" if fast else "float32"
-    _keep_freed_memory()
     return found, precision
 
 
@@ -65,21 +60,6 @@ def _device(name: str) -> torch.device:
             f"--device {name} cannot be used ({first_line(e)[:120]}): choose cpu"
         ) from e
     return device
-
-
-def _keep_freed_memory() -> None:
-    """Stops glibc from returning freed memory, so that each batch reuses the last one's buffers.
-
-    Blocks above 128 MB, such as a round's uploads, still go back at once: small blocks would be cut
-    from them, so the next uploads would not fit there.
-
-    On CIFAR-10 with batches of 128, the system took 2, 3 and 2 s of a run with it, and 16, 2 and
-    25 s without it, beside 30 to 38 s of the program itself.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    sizes = (1 << 27, 1 << 25)  # old versions refuse the first
-    if mallopt and any(mallopt(M_MMAP_THRESHOLD, size) for size in sizes):
-        mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
 def seed_all(seed: int, purpose: str, *where: int) -> None:
