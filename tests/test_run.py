@@ -161,7 +161,7 @@ def test_baselines_are_ordinary_runs_that_anybody_can_start_by_hand(start, metho
         assert {file.name for file in baseline.iterdir()} == files
         hand = start(method, f"{CUTS[method]} {by_hand} --no-compare --out hand-{name}")
         assert outcome(baseline) == outcome(hand) != outcome(folder)
-        start(method, f"--resume {baseline}")
+        start(method, f"--resume {baseline} --precision auto")  # as a scheduler repeats it
         assert outcome(baseline) == outcome(hand)
 
 
