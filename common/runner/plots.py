@@ -120,8 +120,9 @@ def clients(run) -> None:
         selected = [k for row in run.rows for k in row["selected"]]
         bars["rounds in which it trained"] = np.bincount(selected, minlength=m)
     for column, title in PER_CLIENT.items():
-        for values in [row[column] for row in run.rows if column in row][-1:]:
-            bars[title] = np.array(values)
+        found = [row[column] for row in run.rows if column in row]
+        if found:
+            bars[title] = np.array(found[-1])
     counts, groups = run.clients.label_counts.T.numpy(), np.array(run.clients.groups[:m])
     heights = [0.5 + 0.16 * min(len(classes), 30), *[1] * len(bars)]
     width = np.clip(0.09 * len(run.clients.train) + 2, 4.5, 10)
