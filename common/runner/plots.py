@@ -105,7 +105,8 @@ def mean_and_runs(axes: Axes, i: int, at: Sequence[int], values: np.ndarray, lab
     """The i-th curve of a panel: the mean of values [runs, rounds], and a thin line for each."""
     if len(values) > 1:
         axes.plot(at, values.T, color=COLOURS[i], alpha=0.3, lw=0.6)
-    axes.plot(at, values.mean(0), LINES[i % 4], color=COLOURS[i], label=label, zorder=3)
+    line = LINES[i % 4] if len(at) > 1 else "o"  # one evaluation is no line
+    axes.plot(at, values.mean(0), line, color=COLOURS[i], label=label, zorder=3)
 
 
 def clients(run) -> None:
