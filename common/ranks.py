@@ -37,23 +37,25 @@ _all = None  # the group of all ranks, which wait for each other for days
 
 
 def how_many(processes: int | None, device: str, most: int) -> int:
-    """How many ranks to start: `processes`, or one per GPU or core, but at most `most` and GPUs.
+    """How many ranks to fork: `processes`, or one per GPU or core, but at most `most` and GPUs.
 
-    Only a program that launch() runs is forked. Raises UserError if torchrun has started the ranks.
+    0 if this process itself should do the work: one of torchrun's ranks, a notebook, or another
+    system than Linux. Raises UserError for more processes in such a place.
     """
     if COUNT > 1 and processes and processes > 1:
         raise UserError("--processes: torchrun says how many there are; leave it out")
     if COUNT > 1 or not may_fork:
-        return 1
-    if (processes or 1) > 1 and sys.platform != "linux":
-        raise UserError("--processes: only Linux forks safely; use 1, or torchrun (Windows: WSL)")
+        return 0
+    if sys.platform != "linux":
+        if processes and processes > 1:
+            raise UserError("--processes: only Linux forks safely; use 1, or torchrun")
+        return 0
     gpus = torch.cuda.device_count() if device in ("auto", "cuda") else int("cuda" in device)
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
-    return min(processes or gpus or cores, most, gpus or most)
+    return min(processes or gpus or len(os.sched_getaffinity(0)), most, gpus or most)
 
 
-def start(work: Callable[[], None], count: int) -> None:
-    """Runs work() in `count` ranks on this machine, and waits until all have ended.
+def start(work: Callable[[], object], count: int) -> object:
+    """Runs work() in `count` ranks on this machine. Returns what it returned in the first one.
 
     The ranks are forked, so they share the memory of what is loaded by now. If one ends early, so
     do the others. Raises the UserError or OSError that a rank has met, or ChildProcessError if one
@@ -68,6 +70,7 @@ def start(work: Callable[[], None], count: int) -> None:
             ranks = start_processes(_rank, arguments, count, join=False, start_method="fork")
             while not ranks.join(grace_period=1):
                 pass
+            return pickle.loads((Path(folder) / "result0").read_bytes())
         except ProcessExitedException as e:
             for error in Path(folder).glob("error*"):
                 raise pickle.loads(error.read_bytes()) from None
@@ -81,17 +84,19 @@ def start(work: Callable[[], None], count: int) -> None:
                 process.join()
 
 
-def _rank(rank: int, work: Callable[[], None], count: int, folder: Path) -> None:
-    """Connects this rank, runs work(), and leaves its error in the folder for the parent."""
+def _rank(rank: int, work: Callable[[], object], count: int, folder: Path) -> None:
+    """Connects this rank, runs work(), and leaves its result or error in the folder."""
     global RANK, COUNT, LOCAL_RANK, LOCAL_COUNT, MEETING
     RANK, COUNT, MEETING = rank, count, str(folder / "meeting")
     LOCAL_RANK, LOCAL_COUNT = rank, count
     for ends in (signal.SIGINT, signal.SIGTERM):  # at once, and so does the parent's death
         signal.signal(ends, signal.SIG_DFL)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if count == 1:
+        sys.stdin = open(0)  # noqa: SIM115  (for breakpoint)
     try:
         connect()
-        work()
+        (folder / f"result{rank}").write_bytes(pickle.dumps(work()))
         disconnect()
     except (UserError, OSError) as e:
         (folder / f"error{rank}").write_bytes(pickle.dumps(e))

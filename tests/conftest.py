@@ -26,7 +26,7 @@ from helpers import (
 from matplotlib.figure import Figure
 
 import common.data
-from common import random_at
+from common import random_at, ranks
 from common.models import build
 from common.runner import launch
 from common.splits import Clients
@@ -151,6 +151,7 @@ def launched(capsys, monkeypatch, tmp_path):
             launch(lambda: run(method, flags))
         except SystemExit as end:
             code = end.code
+        ranks.may_fork = False
         end_of.out, err = capsys.readouterr()
         return code, lines_of(err)
 

@@ -310,6 +310,17 @@ def test_what_a_client_keeps_is_found_if_it_matters_from_round_3_on(start, launc
     assert code == 2 and "ends with other weights in another process" in line
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_is_kept_outside_federate_does_not_go_from_run_to_run(start, launched, monkeypatch, n):
+    evaluate, count = Trainer.evaluate, itertools.count(1).__next__
+    counted = lambda *given: evaluate(*given) | {"count": count()}  # noqa: E731
+    monkeypatch.setattr(Trainer, "evaluate", counted)
+    words = f"{TWELVE} --device cpu --rounds 2 --seed 1 2 --processes {n} --out two"
+    assert launched(fedavg, words, start)[0] == 0
+    found = [read_rows(file.parent) for file in Path().rglob("metrics.csv")]
+    assert [[row["count"] for row in rows] for rows in found] == [["1", "2"]] * 6
+
+
 def test_a_copy_does_not_go_on_with_other_code_of_its_own_folder(mine, start, refused, tmp_path):
     method = mine(*HABITS["helper"])
     before = outcome(start(method, TWELVE + "--no-compare"))

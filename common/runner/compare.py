@@ -61,7 +61,7 @@ def run(
     prediction: str,
     shows_in: Mapping[str, str],
     build: Callable = build_model,
-) -> Runs | None:
+) -> Runs:
     """Runs a method, and then each baseline with as many rounds and other flags.
 
     federate    called as federate(args, clients, trainer, state); yields the state and a row of
@@ -74,10 +74,9 @@ def run(
 
     The method runs first, in the folder args.out, and a baseline in args.out-NAME. With several
     seeds, or --test-domain all, both folders have a folder for each run. Then come the table,
-    curves.png, and the verdict. If there are several processes, they are forked here, and do all of
-    this together. Returns the runs, or None if others have run them. Raises UserError at the end,
-    if a run has diverged or is damaged; the others are run and shown nevertheless. (Without the
-    method's run there is none of its baselines, because nobody knows how many rounds they have.)
+    curves.png, and the verdict. Returns the runs. Raises UserError at the end, if a run has
+    diverged or is damaged; the others are run and shown nevertheless. (Without the method's run
+    there is none of its baselines, because nobody knows how many rounds they have.)
     """
     sides = [changed(args, name=args.name or label)]  # a baseline resumed alone keeps its name
     for name, flags in baselines.items():
@@ -105,59 +104,67 @@ def run(
         for side in sides:
             check_free(Path(side.out))
 
-    def run_one(args: Namespace, device: torch.device) -> Run:
-        own = data_of(args.seed)
-        clients, model = assemble(args, own, build)
-        run = Run(args, own, clients, model, device)
+    count = ranks.how_many(args.processes, args.device, clients.per_round)
+    several = len(plans) > 1
+
+    def run_one(own: Namespace) -> Run:
+        device, own.precision = devices.set_up(own.device, own.precision, own.model)
+        if several and own is plans[0][0] and ranks.RANK == 0:
+            flags = {**vars(args), "precision": own.precision}
+            write_args(Path(args.out), {"flags": flags}, bool(args.resume))
+        dataset = data_of(own.seed)
+        clients, model = assemble(own, dataset, build)
+        run = Run(own, dataset, clients, model, device)
         trainer = Trainer(
-            own, clients, model, device, local_training(args), args.seed, args.precision,
-            args.evaluate_every, args.rounds, run.progress,
+            dataset, clients, model, device, local_training(own), own.seed, own.precision,
+            own.evaluate_every, own.rounds, run.progress,
         )  # fmt: skip
         if run.rows:
             trainer.samples = run.rows[-1].get("samples", 0)
             trainer.megabytes = run.rows[-1].get("megabytes", 0.0)
-        devices.seed_all(args.seed, "round", run.t + 1)
-        for state, row in federate(args, clients, trainer, run.state):
+        devices.seed_all(own.seed, "round", run.t + 1)
+        for state, row in federate(own, clients, trainer, run.state):
             run.record(state, row)
-            devices.seed_all(args.seed, "round", run.t + 1)
+            devices.seed_all(own.seed, "round", run.t + 1)
         return run.finish()
 
-    def work() -> Runs:
-        runs, failed = {}, []
-        device, args.precision = devices.set_up(args.device, args.precision, args.model)
-        if len(plans) > 1 and ranks.RANK == 0:
-            write_args(Path(args.out), {"flags": vars(args)}, bool(args.resume))
+    def in_processes(own: Namespace) -> Run:
+        """One run, in processes of its own, so that nothing that it keeps goes to the next one."""
+        data_of(own.seed)  # here, because all of a seed's runs need the same
+        is_alone = len(sides) == 1 and not several
+        if count == 0 or (count == 1 and is_alone):
+            return run_one(own)
+        return ranks.start(lambda: run_one(own), count)
+
+    runs, failed = {}, []
+    try:
         for i, plan in enumerate(plans, start=1):
             rounds = args.rounds
             for own in plan:
-                own.rounds, own.precision = rounds, args.precision
+                own.rounds = rounds
                 try:
-                    run = run_one(own, device)
+                    run = in_processes(own)
                 except RunError as e:
                     failed.append(f"{own.out}: {e}")
                     if own is plan[0]:  # nobody knows how many rounds its baselines would have
                         break
                 else:
                     runs.setdefault(own.name, []).append(run)
-                    rounds = run.t  # a baseline stops when the method has stopped
-            if len(plans) > 1:
+                    rounds = run.rows[-1]["round"]  # a baseline stops when the method has stopped
+            if several:
                 print(f"{i} of {len(plans)} done", flush=True)
         if runs:
             show(args, runs)
-        if args.is_example and not failed and len(runs) > 1:
-            verdict(runs, prediction, shows_in)
-        if failed:
-            ranks.exchange(None)  # the first rank still draws, and ends as soon as another one does
-            raise UserError("; ".join(failed))
-        return runs
-
-    count = ranks.how_many(args.processes, args.device, clients.per_round)
-    try:
-        return work() if count == 1 else ranks.start(work, count)
     except (KeyboardInterrupt, OSError) as e:
         if (Path(args.out) / "args.json").exists():
             e.add_note(f"continue with --resume {args.out}")
         raise
+    if args.is_example and not failed and len(runs) > 1:
+        verdict(runs, prediction, shows_in)
+    if failed:
+        ranks.exchange(None)  # the first rank still draws, and ends as soon as another one does
+        raise UserError("; ".join(failed))
+    return runs
 
 
 def plans_of(
@@ -193,7 +200,7 @@ def describe(name: str, runs: Sequence[Run]) -> None:
     """Prints what the models do at the end, class by class, on the OOD or else the ID samples."""
     if any(run.confusion is None for run in runs):
         return
-    classes = runs[0].data.classes
+    classes = runs[0].classes
     confusion = sum(run.confusion for run in runs)
     labels, hits = confusion.sum(1), confusion.diagonal()
     # A class without a sample has no share

@@ -71,7 +71,7 @@ def curves(file: Path, runs: Mapping[str, Sequence]) -> None:
             of_labels[label] = at, values * (100 if in_percent(column) else 1)
         found.append((column, measure.title, of_labels))
     *ends, _ = {row.get("iteration"): row["round"] for row in first.rows}.values()
-    panels(file, found, len(first.data.classes), ends)
+    panels(file, found, len(first.classes), ends)
 
 
 def panels(file: Path, found: Sequence[tuple], classes: int, ends: Sequence[int] = ()) -> None:
@@ -115,7 +115,7 @@ def clients(run) -> None:
     Below are bars: the rounds in which a client trained, and the last numbers of PER_CLIENT. Each
     group of clients has a colour.
     """
-    m, classes = run.clients.participating, run.data.classes
+    m, classes = run.clients.participating, run.classes
     bars = {}
     if run.rows:
         selected = [k for row in run.rows for k in row["selected"]]

@@ -57,11 +57,12 @@ class Run:
         model: nn.Module,
         device: torch.device,
     ):
-        self.args, self.data, self.clients, self.folder = args, data, clients, Path(args.out)
+        self.args, self.clients, self.folder = args, clients, Path(args.out)
         self.checkpoint, self.next = self.folder / "checkpoint.pt", self.folder / "next.pt"
         self.model, self.state, self.rows, self.t = model, {}, [], 0
         self.confusion = None  # of the last evaluation, [classes, classes]
-        self.images, self.machine = data.fingerprint(), machine_of(device)
+        self.classes, self.images = data.classes, data.fingerprint()
+        self.machine = machine_of(device)
         self.started = time.monotonic()
         self.save_at = 0.0  # the first round is saved at once
         self.seen = {}  # round -> its line in metrics.csv, of rounds that a kill has undone
@@ -69,7 +70,7 @@ class Run:
         about = {
             "flags": vars(args),
             "data": self.images,
-            "classes": data.classes,
+            "classes": self.classes,
             "shape": [*data.x.shape[1:]],
             "machine": self.machine,
             "processes": ranks.COUNT,
@@ -198,7 +199,7 @@ class Run:
         if ranks.RANK == 0:
             self.next.replace(self.checkpoint)
         if self.confusion is not None:
-            classes, self.confusion = self.data.classes, self.confusion.cpu()
+            classes, self.confusion = self.classes, self.confusion.cpu()
             rows = zip(classes, self.confusion.tolist(), strict=True)
             header = ["class", *(f"called {name}" for name in classes)]
             lines = [header, *([name, *counts] for name, counts in rows)]
@@ -206,7 +207,7 @@ class Run:
         train.set_weights(self.model, weights_in(self.state))
         self._write("model.pt", {key: t.cpu() for key, t in self.model.state_dict().items()})
         plots.clients(self)
-        self.state, self.model = {}, None  # a table of updates may be large
+        self.state, self.model, self.bar = {}, None, None  # a table of updates may be large
         return self
 
     def _write_metrics(self) -> None:
