@@ -33,11 +33,11 @@ PARTS = {  # name of a folder in small letters -> which part it is
     "val": "val", "valid": "val", "validation": "val",
 }  # fmt: skip
 # In seg_test, which is no domain
-ALMOST_PART = re.compile("(?i)train|trn|test|tst|valid|val(?![a-z])")
-PICTURE = r"\b((jpe?g|png)?images?|imgs?|rgb)\b"  # words in names that are no class ...
+ALMOST_PART = re.compile(r"(?i)train|trn|test|tst|valid|val(?![a-z])|hold.?out|\b(dev|eval)\b")
+PICTURE = r"\b((jpe?g|png)?images?|imgs?|rgb|inputs?)\b"  # words in names that are no class ...
 ANNOTATION = (
     r"\b(masks?|labels?( (train )?ids)?|annotations?|(depth|heat)( ?maps?)?|gt|ground ?truth"
-    r"|seg(mentation)?s?|superpixels?|trimaps?)\b"
+    r"|targets?|seg(mentation)?s?|superpixels?|trimaps?|overlays?|contours?|bbox(es)?)\b"
 )
 Row = tuple[str, str, Path]  # train, test or a domain; the class; the image
 
@@ -198,7 +198,11 @@ def decode(files: Sequence[str | Path], image_size: int) -> Tensor:
 def pixels(file: str | Path, image_size: int) -> Tensor:
     """The image as a person sees it, uint8 [3, image_size, image_size]."""
     try:
+        if not Path(file).is_file():
+            raise ValueError("no regular file")
         with Image.open(file) as image:
+            if image.format == "TIFF" and image.n_frames > 1:
+                raise ValueError("several pages")
             if image.mode.startswith(("I", "F")):
                 raise ValueError("more than 8 bits per channel, on an unknown scale")
             image = ImageOps.exif_transpose(image)  # photographs say which side is up

@@ -14,6 +14,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -42,13 +43,11 @@ def how_many(processes: int | None, device: str, most: int) -> int:
     0 if this process itself should do the work: one of torchrun's ranks, a notebook, or another
     system than Linux. Raises UserError for more processes in such a place.
     """
-    if COUNT > 1 and processes and processes > 1:
-        raise UserError("--processes: torchrun says how many there are; leave it out")
-    if COUNT > 1 or not may_fork:
-        return 0
-    if sys.platform != "linux":
+    if COUNT > 1 or sys.platform != "linux":
         if processes and processes > 1:
-            raise UserError("--processes: only Linux forks safely; use 1, or torchrun")
+            raise UserError("--processes: only Linux can fork here: leave it out, or use torchrun")
+        return 0
+    if not may_fork:
         return 0
     gpus = torch.cuda.device_count() if device in ("auto", "cuda") else int("cuda" in device)
     return min(processes or gpus or len(os.sched_getaffinity(0)), most, gpus or most)
@@ -63,16 +62,20 @@ def start(work: Callable[[], object], count: int) -> object:
     """
     from torch import _dynamo  # noqa: F401  (the first optimizer would, for seconds, in each rank)
 
+    if sum(not thread.daemon for thread in threading.enumerate()) > 1:
+        raise UserError("threads would be lost in the forked processes: start them in federate()")
+
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         try:
-            arguments = (work, count, Path(folder))
+            arguments = (work, count, folder)
             ranks = start_processes(_rank, arguments, count, join=False, start_method="fork")
             while not ranks.join(grace_period=1):
                 pass
-            return pickle.loads((Path(folder) / "result0").read_bytes())
+            return pickle.loads((folder / "result0").read_bytes())
         except ProcessExitedException as e:
-            for error in Path(folder).glob("error*"):
+            for error in folder.glob("error*"):
                 raise pickle.loads(error.read_bytes()) from None
             message = f"a process was ended by {e.signal_name or 'sys.exit'}"
             if e.signal_name == "SIGKILL":

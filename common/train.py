@@ -19,7 +19,7 @@ from common.devices import seeded
 from common.splits import Clients, shuffled
 
 ADVICE = "lower --lr, or the weight of the method's own penalty if it has one"
-CHECKED = (0, 1, 10, 100)  # the rounds in which all processes train one client, and compare
+CHECKED = (0, 1, 10, 100)  # in these rounds all processes train one client again, and compare
 
 
 class Batches:
@@ -179,8 +179,8 @@ class Trainer:
         Returns the clients' weights [K, P] and losses [K] on the device. Raises RunError if a
         client's weights or loss are not finite, and UserError if somebody is selected who does not
         participate, or if the processes do not agree on clients and weights. With several,
-        the rounds in CHECKED end with a check: each trains the smallest client once more, and there
-        is a UserError if one gets other weights.
+        the rounds in CHECKED and the last end with a check: each trains the smallest client once
+        more, and there is a UserError if one gets other weights.
         """
         selected, m = torch.as_tensor(selected, dtype=torch.long), self.clients.participating
         self.t = t
@@ -205,6 +205,8 @@ class Trainer:
                     raise
                 raise RunError(f"client {k} has a batch of one sample, which batch norm does not "
                                 "take: choose another --batch-size") from e  # fmt: skip
+            if loss is None:
+                raise UserError("client_update returns nothing: return the mean loss, a number")
             upload[:-1], upload[-1] = get_weights(self.model), torch.as_tensor(loss)
 
         for i in mine:
@@ -216,7 +218,7 @@ class Trainer:
         if not all(finite):
             k = int(selected[finite.index(False)])
             raise RunError(f"client {k} diverged in round {t}: {ADVICE}")
-        if ranks.COUNT > 1 and self.device.type == "cpu" and sizes and t in CHECKED:
+        if ranks.COUNT > 1 and self.device.type == "cpu" and sizes and t in (*CHECKED, self.rounds):
             i = sizes.index(min(sizes))
             again = torch.empty_like(uploads[i])
             train_one(i, again)
@@ -371,19 +373,6 @@ class Trainer:
         columns = zip(*ranks.gather(results), strict=True)
         losses, predicted = (torch.cat(column).cpu() for column in columns)
         return finite(losses), predicted
-
-    def on_tests(self, function: Callable, theta: Tensor, t: int, **options) -> dict[str, Tensor]:
-        """The confusion on each test set that belongs to no client, by its name: [C, C].
-
-        function, options  as for map(); the confusion is the last of what it returns
-        """
-        found = {}
-        for name, samples in self.clients.tests.items():
-            pieces = samples.split(1000)  # for several processes
-            ids = torch.arange(len(pieces))
-            *_, answers = self.map(function, theta, ids, pieces, t, **options)
-            found[name] = answers.sum(0)
-        return found
 
 
 def accuracy_columns(answers: Tensor, tests: Mapping[str, Tensor]) -> dict:

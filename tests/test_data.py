@@ -133,6 +133,9 @@ kfold/a/cat, kfold/b/cat -> 3 folders deep .*, or .*pets/kfold if [ab] is a doma
 seg_train/seg_train/cat, seg_test/seg_test/cat -> give .*(seg_t\w+)/\1 if cat is a cl
 a/b/c/d/e/f/g/h -> too deep: give a folder further in
 kfold/cat, kfold/dog -> holds kfold: .* give .*pets/kfold
+train/cat, holdout/cat -> holds holdout, train: neither
+train_data, dev -> dev is no class
+input, target -> pets/input has the name
 train/cat, train/dog -> holds train: .* give .*pets/train
 test/cat, val/cat -> holds test, val: neither
 train/cat, test/cat, sketch/cat -> holds sketch, test, train: neither
@@ -214,6 +217,13 @@ def test_what_cannot_be_read_is_named(pets):
         Image.fromarray(np.arange(256).reshape(16, 16).astype(kind)).save(file)
         with pytest.raises(UserError, match=r"x\.tif .*more than 8 bits per channel"):
             image_folder(pets, 8)
+    Image.new("RGB", (9, 9)).save(file, save_all=True, append_images=[Image.new("RGB", (9, 9))])
+    with pytest.raises(UserError, match=r"x\.tif .*several pages"):
+        image_folder(pets, 8)
+    file.unlink()
+    os.mkfifo(file)  # opening it would wait for ever
+    with pytest.raises(UserError, match=r"x\.tif .*no regular file"):
+        image_folder(pets, 8)
     with pytest.raises(UserError, match="no such folder or data set"):
         load(str(pets / "photo/cat/0.png"))
 

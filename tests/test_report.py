@@ -126,6 +126,10 @@ def test_each_kind_of_measure_by_hand():
         "samples, in all": "7,000", "megabytes, in all": "1.8",
     }  # fmt: skip
     assert difference == ("a - b", "3", "+0.0", "+0.0", "", "")
+    early = Namespace(
+        args=Namespace(seed=4, test_domain=None, rounds=9), images=1, rows=run.rows[6:]
+    )
+    assert table.table({"a": [run, early]})[0][2].startswith("samples"), "no mean over one of two"
 
 
 SHARED = {

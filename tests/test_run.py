@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,7 +41,7 @@ import fedavg
 import fediir
 import minimax_select
 import uefl
-from common import UserError, ranks
+from common import UserError
 from common.runner import compare, flags, plots, runs
 from common.splits import make_clients
 from common.train import Trainer
@@ -197,14 +198,17 @@ TWELVE = CUTS[fedavg].replace("6", "12").replace("ting 4", "ting 9").replace("le
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """mine(imports, clients) is a copy of fedavg.py in which line 3 selects these clients."""
-    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "library").mkdir()
+    for folder in (tmp_path, tmp_path / "library"):
+        monkeypatch.syspath_prepend(folder)
 
     def copy(imports, clients):
         text = Path(fedavg.__file__).read_text()
         text = text.replace("import torch\n", f"import torch\n{imports}\n", 1)
         text = text.replace(LINE, f"selected = torch.as_tensor({clients}).sort().values")
         (tmp_path / "mine.py").write_text(text)
-        (tmp_path / "helper.py").write_text(f"import random\ndef choose(clients): return {SAMPLE}")
+        helper = tmp_path / "library/helper.py"
+        helper.write_text(f"import random\ndef choose(clients): return {SAMPLE}")
         for name in ("mine", "helper"):
             monkeypatch.delitem(sys.modules, name, raising=False)
         importlib.invalidate_caches()
@@ -246,13 +250,21 @@ def test_a_changed_line_is_the_same_run_anywhere_or_is_refused(
 KEPT = [itertools.count(1).__next__, lambda: time.perf_counter_ns() % 1000, os.getpid]
 
 
+@pytest.mark.parametrize("since", [1, 3])
 @pytest.mark.parametrize("keeps", KEPT)
 def test_what_a_client_keeps_from_the_one_before_is_refused_by_several_processes(
-    start, launched, monkeypatch, keeps
+    start, launched, monkeypatch, keeps, since
 ):
-    """One process is allowed, because it always trains the clients in the same order."""
-    update = fedavg.client_update
-    monkeypatch.setattr(fedavg, "client_update", lambda *given: update(*given) + keeps())
+    """One process is allowed, because it always trains the clients in the same order.
+
+    What matters after a warm-up of two rounds is found in the last one.
+    """
+    train = Trainer.train
+
+    def train_and_keep(self, update, w, selected, t):
+        return train(self, lambda *given: update(*given) + (t >= since) * keeps(), w, selected, t)
+
+    monkeypatch.setattr(Trainer, "train", train_and_keep)
     words = f"{TWELVE} --no-compare --precision float32 --device cpu --processes "
     assert launched(fedavg, f"{words} 1 --out 1", start)[0] == 0
     code, [line] = launched(fedavg, f"{words} 2 --out 2", start)
@@ -293,21 +305,14 @@ def test_each_process_has_one_thread_whatever_main_has_set(start, launched, monk
         assert {row["train_loss"] for row in outcome(Path(str(n)))[1]} == {"1"}
 
 
-def test_what_a_client_keeps_is_found_if_it_matters_from_round_3_on(start, launched, monkeypatch):
-    """As a loss has it that begins after a warm-up: rounds 0, 1, 10 and 100 are checked."""
-    train, solver = Trainer.train, minimax_select.train.local_solver
+def test_threads_that_a_fork_would_lose_are_refused(start, launched):
+    def main(*given):
+        with ThreadPoolExecutor() as pool:
+            pool.submit(int)
+            return start(*given)
 
-    def mine(*given):
-        return solver(*given) + (mine.t >= 3) * KEPT[0]()
-
-    def train_with_mine(self, function, w, selected, t):
-        mine.t = t
-        return train(self, mine, w, selected, t)
-
-    monkeypatch.setattr(Trainer, "train", train_with_mine)
-    words = f"{TWELVE} --no-compare --precision float32 --device cpu --processes 2 --rounds 10"
-    code, [line] = launched(minimax_select, f"{words} --out 2", start)
-    assert code == 2 and "ends with other weights in another process" in line
+    code, [line] = launched(fedavg, f"{TWELVE} --device cpu --processes 2", main)
+    assert code == 2 and "threads would be lost" in line
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -325,7 +330,7 @@ def test_a_copy_does_not_go_on_with_other_code_of_its_own_folder(mine, start, re
     method = mine(*HABITS["helper"])
     before = outcome(start(method, TWELVE + "--no-compare"))
     flags.code_of.cache_clear()
-    with open(tmp_path / "helper.py", "a") as file:
+    with open(tmp_path / "library/helper.py", "a") as file:
         file.write("# changed")
     refused(method, "--resume run --rounds 5", "run belongs to other code")
     assert outcome(Path("run")) == before
@@ -524,22 +529,15 @@ def test_a_repeated_round_has_the_same_weights_and_columns_but_for_a_clock(new_r
         again.record({"t": 1, "w": w}, row | {"mine": 4.5})
 
 
-def test_checkpoints_take_at_most_a_hundredth_of_the_time(new_run, monkeypatch):
-    """A round takes 10 seconds, and a checkpoint 2."""
-    run, write, clock, saves = new_run(), runs.write_whole, [0.0], []
-
-    def slow(file, content):
-        write(file, content)
-        if file.name == "next.pt":
-            clock[0] += 2
-            saves.append(run.t)
-
+def test_there_is_a_checkpoint_every_30_seconds(new_run, monkeypatch):
+    """A round takes 10 seconds."""
+    run, save, clock, saves = new_run(), runs.Run.save, [0.0], []
     monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(runs, "write_whole", slow)
-    for t in range(1, 61):
+    monkeypatch.setattr(runs.Run, "save", lambda run: saves.append(run.t) or save(run))
+    for t in range(1, 10):
         clock[0] += 10
         run.record({"t": t, "w": torch.ones(2)}, {})
-    assert saves == [1, 21, 41]
+    assert saves == [1, 5, 9]
 
 
 def test_the_model_of_a_run_answers_as_its_table_says(whole, tiny):
@@ -610,21 +608,6 @@ def test_of_several_seeds_one_is_damaged_and_the_others_go_on(start, launched, f
     shutil.rmtree("three/seed2")  # as the line advises
     start(fedavg, "--resume three")
     assert len(read_rows(Path("three/seed2"))) == 3
-
-
-def test_a_failed_seed_waits_until_the_first_process_has_drawn(start, launched, monkeypatch):
-    """Else the process that draws would end a second after the others, which only fail."""
-    start(fedavg, f"{CUTS[fedavg]} --no-compare --seed 1 2 --rounds 2 --out two")
-    Path("two/seed2/checkpoint.pt").write_bytes(b"{")
-
-    def draw(*given):
-        if ranks.RANK == 0:
-            time.sleep(2)
-            Path("drawn").touch()
-
-    monkeypatch.setattr(compare, "show", draw)
-    code, [line] = launched(fedavg, "--resume two --processes 2", start)
-    assert code == 2 and "checkpoint.pt cannot be read" in line and Path("drawn").exists()
 
 
 def test_before_anything_is_written_a_signal_only_stops(start, launched, monkeypatch):

@@ -100,6 +100,8 @@ def test_only_participating_clients_train_and_at_least_one(trainer):
     """Of nobody's weights the sum would be 0, and of three clients the ids are 0 to 2."""
     with pytest.raises(UserError, match=r"round 1 selects \[0, 3\]: only 0 to 2 participate"):
         trained(trainer, (0, 3))
+    with pytest.raises(UserError, match="client_update returns nothing"):
+        trained(trainer, update=print)
     _, losses = trained(trainer, ())
     with pytest.raises(UserError, match="nobody was selected in round 1"):
         trainer.evaluate(trainer.initial, 1, torch.tensor([]), losses)

@@ -110,8 +110,8 @@ def run(
     def run_one(own: Namespace) -> Run:
         device, own.precision = devices.set_up(own.device, own.precision, own.model)
         if several and own is plans[0][0] and ranks.RANK == 0:
-            flags = {**vars(args), "precision": own.precision}
-            write_args(Path(args.out), {"flags": flags}, bool(args.resume))
+            about = {"flags": {**vars(args), "precision": own.precision}}
+            write_args(Path(args.out), about, bool(args.resume))
         dataset = data_of(own.seed)
         clients, model = assemble(own, dataset, build)
         run = Run(own, dataset, clients, model, device)
@@ -131,8 +131,7 @@ def run(
     def in_processes(own: Namespace) -> Run:
         """One run, in processes of its own, so that nothing that it keeps goes to the next one."""
         data_of(own.seed)  # here, because all of a seed's runs need the same
-        is_alone = len(sides) == 1 and not several
-        if count == 0 or (count == 1 and is_alone):
+        if count == 0 or count * len(sides) * len(plans) == 1:
             return run_one(own)
         return ranks.start(lambda: run_one(own), count)
 
@@ -161,8 +160,7 @@ def run(
         raise
     if args.is_example and not failed and len(runs) > 1:
         verdict(runs, prediction, shows_in)
-    if failed:
-        ranks.exchange(None)  # the first rank still draws, and ends as soon as another one does
+    if failed and ranks.RANK == 0:  # which still draws when another one of torchrun's has ended
         raise UserError("; ".join(failed))
     return runs
 

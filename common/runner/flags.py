@@ -200,8 +200,7 @@ def parse(
         args.method = method
         args.is_example = not typed.keys() - MAY_CHANGE - {"out", "seeds", "precision"}
     now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # several runs may start in the same second
-    out = Path(args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}")
-    args.out = str(out if out.name not in ("", "..") else out.resolve())  # "." has no name
+    args.out = str(Path(args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}"))
     args.code, args.code_of_common = code_of(str(Path(file).resolve()))
     if saved and saved.get("code") != args.code:
         raise UserError(f"{args.resume} belongs to other code: use that, or start a new run")
@@ -215,7 +214,8 @@ def code_of(file: str) -> list[str]:
     The first is of all, and the second of those in common/.
     """
     project = Path(__file__).parents[2]
-    finder = ModuleFinder([str(Path(file).parent), str(project)])
+    appended = [p for p in sys.path if "-packages" not in p and not p.startswith(sys.base_prefix)]
+    finder = ModuleFinder([str(Path(file).parent), str(project), *appended])
     finder.run_script(file)  # runs nothing, but reads which modules are imported
     files = sorted(Path(m.__file__) for m in finder.modules.values() if m.__file__)
     common = [path for path in files if path.is_relative_to(project / "common")]

@@ -73,7 +73,6 @@ class Run:
             "classes": self.classes,
             "shape": [*data.x.shape[1:]],
             "machine": self.machine,
-            "processes": ranks.COUNT,
         }
         goes_on = args.resume and (self.folder / "args.json").exists()
         if goes_on:
@@ -95,7 +94,7 @@ class Run:
             initial=self.t,
             bar_format="{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
             mininterval=0.2 if sys.stderr.isatty() else 60,
-            **({"disable": True} if ranks.RANK > 0 else {}),  # else TQDM_DISABLE decides
+            **({"disable": True} if ranks.RANK else {}),  # else TQDM_DISABLE decides
         )
 
     def _take_up(self, device: torch.device) -> None:
@@ -110,7 +109,7 @@ class Run:
                 f"{self.machine}, so its last digits may differ",
                 file=sys.stderr,
             )
-        with suppress(OSError, KeyError, ValueError):
+        with suppress(Exception):  # it is missing or damaged
             lines = csv.DictReader((self.folder / "metrics.csv").read_text("utf-8").splitlines())
             self.seen = {int(line["round"]): line for line in lines} if here else {}
         if not self.checkpoint.exists():
@@ -177,7 +176,6 @@ class Run:
 
     def save(self) -> None:
         """Writes the next checkpoint. Raises UserError if it cannot be read again."""
-        began = time.monotonic()
         try:
             self._write(self.next.name, {name: getattr(self, name) for name in KEPT})
             if ranks.RANK == 0:  # takes a millisecond, because meta leaves out the numbers
@@ -187,8 +185,7 @@ class Run:
                 "federate() yielded a state with something else than numbers and tensors, so no "
                 "run could resume from it: convert it, as torch.from_numpy does with an array"
             ) from e
-        took = time.monotonic() - began
-        self.save_at = began + max(SAVE_EVERY, 100 * took)  # at most a hundredth of the time
+        self.save_at = time.monotonic() + SAVE_EVERY
 
     def finish(self) -> "Run":
         """Saves the last checkpoint, the confusion, the model and the picture. Returns this run."""
@@ -268,7 +265,7 @@ def read_args(folder: Path) -> dict:
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
         return {**about, "flags": dict(about["flags"])}
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except Exception as e:  # there are many types for a file that is damaged
         raise RunError(f"{file} cannot be read ({first_line(e)}): {ANEW}") from e
 
 

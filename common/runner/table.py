@@ -129,7 +129,7 @@ def line(name: str, numbers: Mapping, domains: Sequence[str], text: Callable) ->
     cells = [name, " ".join(map(str, means)) or "none in common"]
     for i, column in enumerate(COLUMNS):
         values = np.array([of_seed[i] for of_seed in means.values()])
-        cells.append(text(values[~np.isnan(values)], column))
+        cells.append("" if np.isnan(values).any() else text(values, column))
     return cells
 
 
