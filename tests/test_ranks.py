@@ -299,17 +299,13 @@ def test_only_torchrun_sets_the_rank(monkeypatch, missing, expected):
     assert (started["RANK"], started["COUNT"]) == expected
 
 
-def test_where_forks_are_not_safe_nothing_is_forked(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
+def test_as_many_are_forked_as_there_are_clients_and_none_where_it_is_not_safe(monkeypatch):
     monkeypatch.setattr(ranks, "may_fork", True)
+    assert ranks.how_many(9, "cpu", 3) == 3
+    monkeypatch.setattr(sys, "platform", "darwin")
     assert ranks.how_many(None, "cpu", 9) == ranks.how_many(1, "cpu", 9) == 0
     with pytest.raises(UserError, match="leave it out, or use torchrun"):
         ranks.how_many(2, "cpu", 9)
-
-
-def test_there_are_no_more_processes_than_clients(monkeypatch):
-    monkeypatch.setattr(ranks, "may_fork", True)
-    assert ranks.how_many(9, "cpu", 3) == 3 and ranks.how_many(2, "cpu", 3) == 2
 
 
 @pytest.mark.parametrize(("name", "gpus"), [("cuda", 2), ("auto", 2), ("cuda:1", 1)])

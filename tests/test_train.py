@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import RunError, UserError, devices, ranks
+from common import RunError, UserError, devices
 from common.models import build
 from common.splits import Clients
 from common.train import (
@@ -60,17 +60,6 @@ def test_what_a_client_learns_and_draws_does_not_depend_on_who_trained_before(ti
     assert not torch.equal(trained(trainer, (1,), 2)[0], alone), "another round has other batches"
     [same] = trainer.map(draw, trainer.initial, torch.tensor([1]), [tiny.train] * 2, 1)
     assert torch.equal(noise[1], same[0]) and len(noise.unique()) == 6
-
-
-def test_a_process_without_a_client_trains_the_smallest_one_as_the_others_do(trainer, monkeypatch):
-    """As with torchrun, which may start more processes than there are clients in a round."""
-    alone = torch.column_stack(trained(trainer))
-    monkeypatch.setattr(ranks, "COUNT", 2)
-    monkeypatch.setattr(ranks, "RANK", 1)
-    handed_in = []
-    monkeypatch.setattr(ranks, "exchange", lambda mine: handed_in.append(mine) or [mine])
-    monkeypatch.setattr(ranks, "add_up", lambda table: table.add_(alone))
-    assert torch.equal(torch.column_stack(trained(trainer)), alone) and handed_in[-1] is True
 
 
 def test_each_client_gets_its_own_value_and_all_get_the_shared_one(tiny, trainer):
