@@ -40,8 +40,9 @@ _all = None  # the group of all ranks, which wait for each other for days
 def how_many(processes: int | None, device: str, most: int) -> int:
     """How many ranks to fork: `processes`, or one per GPU or core, but at most `most` and GPUs.
 
-    0 if this process itself should do the work: one of torchrun's ranks, a notebook, or another
-    system than Linux. Raises UserError for more processes in such a place.
+    0 if this process itself should do the work: one of torchrun's ranks, a notebook, another system
+    than Linux, or with one GPU, which a forked process may not be able to use. Raises UserError for
+    more processes in such a place.
     """
     if COUNT > 1 or sys.platform != "linux":
         if processes and processes > 1:
@@ -50,7 +51,8 @@ def how_many(processes: int | None, device: str, most: int) -> int:
     if not may_fork:
         return 0
     gpus = torch.cuda.device_count() if device in ("auto", "cuda") else int("cuda" in device)
-    return min(processes or gpus or len(os.sched_getaffinity(0)), most, gpus or most)
+    count = min(processes or gpus or len(os.sched_getaffinity(0)), most, gpus or most)
+    return 0 if gpus and count == 1 else count
 
 
 def start(work: Callable[[], object], count: int) -> object:
@@ -119,7 +121,7 @@ def connect() -> None:
     global _all
     if COUNT == 1:
         return
-    if RANK > 0:
+    if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (open until the program ends)
     minute = timedelta(minutes=1)
     try:

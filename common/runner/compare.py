@@ -111,7 +111,7 @@ def run(
         device, own.precision = devices.set_up(own.device, own.precision, own.model)
         if several and own is plans[0][0] and ranks.RANK == 0:
             about = {"flags": {**vars(args), "precision": own.precision}}
-            write_args(Path(args.out), about, bool(args.resume))
+            write_args(Path(args.out), about, args.resume)
         dataset = data_of(own.seed)
         clients, model = assemble(own, dataset, build)
         run = Run(own, dataset, clients, model, device)
@@ -131,7 +131,7 @@ def run(
     def in_processes(own: Namespace) -> Run:
         """One run, in processes of its own, so that nothing that it keeps goes to the next one."""
         data_of(own.seed)  # here, because all of a seed's runs need the same
-        if count == 0 or count * len(sides) * len(plans) == 1:
+        if count * len(sides) * len(plans) < 2:
             return run_one(own)
         return ranks.start(lambda: run_one(own), count)
 

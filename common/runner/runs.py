@@ -196,9 +196,9 @@ class Run:
         if ranks.RANK == 0:
             self.next.replace(self.checkpoint)
         if self.confusion is not None:
-            classes, self.confusion = self.classes, self.confusion.cpu()
-            rows = zip(classes, self.confusion.tolist(), strict=True)
-            header = ["class", *(f"called {name}" for name in classes)]
+            self.confusion = self.confusion.cpu()
+            rows = zip(self.classes, self.confusion.tolist(), strict=True)
+            header = ["class", *(f"called {name}" for name in self.classes)]
             lines = [header, *([name, *counts] for name, counts in rows)]
             self._write("confusion.csv", _csv(lines))
         train.set_weights(self.model, weights_in(self.state))
@@ -249,7 +249,7 @@ def write_whole(file: Path, content: str | dict) -> None:
         raise OSError(f"{file} cannot be written ({first_line(e)})") from e
 
 
-def write_args(folder: Path, about: dict, goes_on: bool) -> None:
+def write_args(folder: Path, about: dict, goes_on: object) -> None:
     """Writes args.json. A new run has the folder if it can create this file."""
     file = folder / "args.json"
     if not goes_on:
