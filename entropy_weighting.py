@@ -13,8 +13,8 @@ Algorithm 2's lines 5 to 7 and 9. p_i(y) is the share of label y, and M clients 
      2  each client uploads H_i once, before round 1
      3  alpha_i = exp(H_i) / sum_j exp(H_j)  (14)
      4  in each round, selected clients train; g_i = w - w_i
-     5  w <- w - sum over the selected clients of alpha_i g_i, with the alpha_i divided by their sum
-     6  the objective that this raises: the sum of alpha_i H_i  (13), here over the selected clients
+     5  w <- w - sum over the selected clients of alpha_i g_i, alpha_i divided by their sum (ours)
+     6  the objective that this raises: the sum of alpha_i H_i  (13), over selected clients (ours)
 
 Not here: other authors' remedies for noisy clients, encrypted uploads of H_i, and the methods
 FedALRC and FedGAMMA of figures 8 and 9. docs/variations/ has the paper's remedies for noisy clients
