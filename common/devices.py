@@ -21,7 +21,7 @@ def set_up(device: str, precision: str, model: str) -> tuple[torch.device, str]:
                kernel takes longer than its work, and each cast to bfloat16 is a kernel. In float32,
                a GPU's convolutions round their factors to 10 bits, as is PyTorch's default
 
-    Raises UserError if the device does not exist, or if two ranks would share a GPU.
+    Raises UserError if the device does not exist.
     """
     if ranks.may_fork:  # threads do not survive a fork, and would change the last digits
         torch.set_num_threads(1)
@@ -43,20 +43,16 @@ def set_up(device: str, precision: str, model: str) -> tuple[torch.device, str]:
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if ranks.COUNT > 1 and name.startswith("cuda"):
-        gpus = torch.cuda.device_count() if name == "cuda" else 1
-        if gpus < ranks.LOCAL_COUNT:
-            raise UserError(
-                f"--device {name}: {ranks.LOCAL_COUNT} processes on this machine would share "
-                f"{gpus} GPUs; start one for each GPU, or choose cpu"
-            )
-        name = f"cuda:{ranks.LOCAL_RANK}" if name == "cuda" else name
+    if name == "cuda" and ranks.COUNT > 1:
+        name = f"cuda:{ranks.LOCAL_RANK}"
     try:
         device = torch.ones(1, device=name).device  # cuda becomes cuda:0
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError("only cpu and cuda were tried")
     except (RuntimeError, AssertionError) as e:
-        raise UserError(f"--device {name} cannot be used ({first_line(e)}): choose cpu") from e
+        raise UserError(
+            f"--device {name} cannot be used ({first_line(e)[:120]}): choose cpu"
+        ) from e
     return device
 
 

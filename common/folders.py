@@ -37,7 +37,7 @@ ALMOST_PART = re.compile(r"(?i)train|trn|test|tst|valid|val(?![a-z])|hold.?out|\
 PICTURE = r"\b((jpe?g|png)?images?|imgs?|rgb|inputs?)\b"  # words in names that are no class ...
 ANNOTATION = (
     r"\b(masks?|labels?( (train )?ids)?|annotations?|(depth|heat)( ?maps?)?|gt|ground ?truth"
-    r"|targets?|seg(mentation)?s?|superpixels?|trimaps?|overlays?|contours?|bbox(es)?)\b"
+    r"|targets?|seg(mentation)?s?|superpixels?|trimaps?|overlays?|contours?|bbox(es)?|thumb(nail)?s?|pred(iction)?s?|annotated)\b"
 )
 Row = tuple[str, str, Path]  # train, test or a domain; the class; the image
 
@@ -74,9 +74,9 @@ def image_folder(folder: Path, image_size: int) -> dict:
     say(f"{folder}: {len(train)} training and {len(test)} test images, {', '.join(lists)}")
 
     x = decode(images, image_size)
-    trained, tested = ({hash(x[i].numpy().tobytes()) for i in part} for part in (train, test))
-    if trained & tested:
-        say(f"{folder}: {len(trained & tested)} test images are copies of training images")
+    copies = len(x) - len({hash(image.numpy().tobytes()) for image in x})
+    if copies:
+        say(f"{folder}: {copies} images are copies of others, on which a model may have trained")
     return {
         "x": x, "y": torch.tensor([classes.index(name) for name in class_of]),
         "train": train, "test": test, "classes": classes, "domains": domains,
@@ -201,9 +201,9 @@ def pixels(file: str | Path, image_size: int) -> Tensor:
         if not Path(file).is_file():
             raise ValueError("no regular file")
         with Image.open(file) as image:
-            if image.format == "TIFF" and image.n_frames > 1:
-                raise ValueError("several pages")
-            if image.mode.startswith(("I", "F")):
+            if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
+                raise ValueError("several pages or frames")
+            if image.mode.startswith(("I", "F")) or ";16" in str(image.tile):
                 raise ValueError("more than 8 bits per channel, on an unknown scale")
             image = ImageOps.exif_transpose(image)  # photographs say which side is up
             if image.has_transparency_data:

@@ -28,11 +28,11 @@ from torch.multiprocessing import ProcessExitedException, start_processes
 from common import UserError, first_line
 
 RANK, COUNT = 0, 1
-LOCAL_RANK, LOCAL_COUNT = 0, 1  # among the ranks of this machine
+LOCAL_RANK = 0  # among the ranks of this machine
 MEETING = None  # a file in which the ranks find each other, or None for torchrun's environment
 if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= set(os.environ):  # torchrun started this
     RANK, COUNT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    LOCAL_RANK, LOCAL_COUNT = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    LOCAL_RANK = int(os.environ["LOCAL_RANK"])
 may_fork = False  # only a program from the command line may
 _all = None  # the group of all ranks, which wait for each other for days
 
@@ -41,14 +41,9 @@ def how_many(processes: int | None, device: str, most: int) -> int:
     """How many ranks to fork: `processes`, or one per GPU or core, but at most `most` and GPUs.
 
     0 if this process itself should do the work: one of torchrun's ranks, a notebook, another system
-    than Linux, or with one GPU, which a forked process may not be able to use. Raises UserError for
-    more processes in such a place.
+    than Linux, or with one GPU, which a forked process may not be able to use.
     """
-    if COUNT > 1 or sys.platform != "linux":
-        if processes and processes > 1:
-            raise UserError("--processes: only Linux can fork here: leave it out, or use torchrun")
-        return 0
-    if not may_fork:
+    if COUNT > 1 or not may_fork or sys.platform != "linux":
         return 0
     gpus = torch.cuda.device_count() if device in ("auto", "cuda") else int("cuda" in device)
     count = min(processes or gpus or len(os.sched_getaffinity(0)), most, gpus or most)
@@ -64,7 +59,7 @@ def start(work: Callable[[], object], count: int) -> object:
     """
     from torch import _dynamo  # noqa: F401  (the first optimizer would, for seconds, in each rank)
 
-    if sum(not thread.daemon for thread in threading.enumerate()) > 1:
+    if threading.active_count() > 1:
         raise UserError("threads would be lost in the forked processes: start them in federate()")
 
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
@@ -91,13 +86,12 @@ def start(work: Callable[[], object], count: int) -> object:
 
 def _rank(rank: int, work: Callable[[], object], count: int, folder: Path) -> None:
     """Connects this rank, runs work(), and leaves its result or error in the folder."""
-    global RANK, COUNT, LOCAL_RANK, LOCAL_COUNT, MEETING
-    RANK, COUNT, MEETING = rank, count, str(folder / "meeting")
-    LOCAL_RANK, LOCAL_COUNT = rank, count
+    global RANK, COUNT, LOCAL_RANK, MEETING
+    RANK, LOCAL_RANK, COUNT, MEETING = rank, rank, count, str(folder / "meeting")
     for ends in (signal.SIGINT, signal.SIGTERM):  # at once, and so does the parent's death
         signal.signal(ends, signal.SIG_DFL)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    if count == 1:
+    if count == 1 and os.isatty(0):
         sys.stdin = open(0)  # noqa: SIM115  (for breakpoint)
     try:
         connect()

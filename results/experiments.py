@@ -62,7 +62,7 @@ def lines(out, label, seed, columns):
         if any(row.get(column) for column in columns[5:]):  # beside the round
             found.append(row)
     torch = re.search(r"torch ([^,]*)", about["machine"])[1]
-    code = about["flags"]["code"][:7]
+    code = about["flags"]["code"].get(f"{about['flags']['method']}.py", "")
     found[0] |= {"experiment": label, "seed": seed, "code": code, "torch": torch}
     return [{column: row.get(column, "") for column in columns} for row in found]
 

@@ -83,7 +83,7 @@ def test_without_held_out_samples_only_ood_is_measured(start):
 
 def test_a_class_without_test_images_has_no_accuracy(tiny, capsys):
     confusion = torch.tensor([[5, 0, 15], [0, 0, 0], [0, 0, 20]])
-    compare.describe("FedAvg", [Namespace(data=tiny, confusion=confusion)])
+    compare.describe("FedAvg", [Namespace(classes=tiny.classes, confusion=confusion)])
     assert "by class: a: 25.0, c: 100.0" in capsys.readouterr().out
 
 

@@ -356,7 +356,12 @@ def finished(folder, seed):
     for out in (folder / "x/good" / seed, folder / "x/good" / f"{seed}-random"):
         out.mkdir(parents=True)
         (out / "args.json").write_text(
-            json.dumps({"flags": {"code": "abcdefgh"}, "machine": "torch 2.14, cpu"})
+            json.dumps(
+                {
+                    "flags": {"code": {"fedavg.py": "abcdefg"}, "method": "fedavg"},
+                    "machine": "torch 2.14, cpu",
+                }
+            )
         )
         (out / "metrics.csv").write_text("round,mA,selected\n1,0.5,4 2\n2,,2 3\n")
 

@@ -17,7 +17,12 @@ from results import report
 def make_run(folder: Path, accuracies: list, seed=0, domain=None, about=(), **flags) -> Path:
     """A finished run with these ID accuracies; its OOD accuracies are 1 minus these."""
     folder.mkdir(parents=True)
-    shared = {"lr": 0.1, "rounds": len(accuracies), "method": "fediir", "code": "abc"}
+    shared = {
+        "lr": 0.1,
+        "rounds": len(accuracies),
+        "method": "fediir",
+        "code": {"fediir.py": "abc"},
+    }
     flags = {**shared, "seed": seed, "test_domain": domain, "out": str(folder), **flags}
     about = {"flags": flags, "data": 1, "machine": "torch 2.14", **dict(about)}
     (folder / "args.json").write_text(json.dumps(about))
@@ -72,7 +77,11 @@ def test_a_folder_is_a_row_with_its_runs_wherever_they_lie_in_it(tmp_path, compa
 @pytest.mark.parametrize(
     ("first", "second", "says"),
     [
-        ({}, {"lr": 0.5, "code": "def"}, r"lr 0.1 \(0\), 0.5 \(1\); code of fediir abc \(0\), def"),
+        (
+            {},
+            {"lr": 0.5, "code": {"fediir.py": "def"}},
+            r"lr 0.1 \(0\), 0.5 \(1\); code of fediir.py abc \(0\), def",
+        ),
         ({"sizes": [[1], [2]]}, {"sizes": [[1], [3]]}, r"sizes \[\[1\], \[2\]\] \(0\), .* \(1\)$"),
         ({}, {"about": {"data": 2}}, r"images 1 \(0\), 2 \(1\)$"),
         ({}, {"seed": 0, "out": "elsewhere"}, "0 and .*1 have one seed"),
@@ -141,12 +150,12 @@ SHARED = {
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"method": "mine", "code": "x", "small": True, "data_dir": "y"}, None),
+        ({"method": "mine", "code": {"mine.py": "x"}, "small": True, "data_dir": "y"}, None),
         ({"gamma": 0, "local_epochs": 1}, "gamma 0 (a), 1 (b)"),
         ({"accuracies": [0.5] * 8}, "rounds 8 (a), 9 (b)"),
         ({"about": {"machine": "torch 2.15"}}, "machine torch 2.15 (a), torch 2.14 (b)"),
         ({"about": {"data": 2}}, "images 2 (a), 1 (b)"),
-        ({"code": "x"}, "code of fediir x (a), abc (b)"),
+        ({"code": {"fediir.py": "x"}}, "code of fediir.py x (a), abc (b)"),
     ],
 )
 def test_what_rows_do_not_share_is_named(tmp_path, printed, changes, says):

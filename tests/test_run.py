@@ -252,13 +252,10 @@ KEPT = [itertools.count(1).__next__, lambda: time.perf_counter_ns() % 1000, os.g
 
 @pytest.mark.parametrize("since", [1, 3])
 @pytest.mark.parametrize("keeps", KEPT)
-def test_what_a_client_keeps_from_the_one_before_is_refused_by_several_processes(
+def test_what_a_client_keeps_from_the_one_before_is_refused(
     start, launched, monkeypatch, keeps, since
 ):
-    """One process is allowed, because it always trains the clients in the same order.
-
-    What matters after a warm-up of two rounds is found in the last one.
-    """
+    """What matters after a warm-up of two rounds is found in the last one."""
     train = Trainer.train
 
     def train_and_keep(self, update, w, selected, t):
@@ -266,9 +263,9 @@ def test_what_a_client_keeps_from_the_one_before_is_refused_by_several_processes
 
     monkeypatch.setattr(Trainer, "train", train_and_keep)
     words = f"{TWELVE} --no-compare --precision float32 --device cpu --processes "
-    assert launched(fedavg, f"{words} 1 --out 1", start)[0] == 0
-    code, [line] = launched(fedavg, f"{words} 2 --out 2", start)
-    assert code == 2 and "ends with other weights in another process" in line
+    for n in (1, 2)[keeps is os.getpid :]:
+        code, [line] = launched(fedavg, f"{words} {n} --out {n}", start)
+        assert code == 2 and "ends with other weights if it trains again" in line
 
 
 def test_processes_whose_models_differ_after_the_last_round_are_refused(
@@ -326,8 +323,9 @@ def test_what_is_kept_outside_federate_does_not_go_from_run_to_run(start, launch
     assert [[row["count"] for row in rows] for rows in found] == [["1", "2"]] * 6
 
 
-def test_a_copy_does_not_go_on_with_other_code_of_its_own_folder(mine, start, refused, tmp_path):
+def test_a_copy_does_not_go_on_with_other_code(mine, start, refused, tmp_path, monkeypatch):
     method = mine(*HABITS["helper"])
+    monkeypatch.setitem(sys.modules, "__main__", method)  # as a program
     before = outcome(start(method, TWELVE + "--no-compare"))
     flags.code_of.cache_clear()
     with open(tmp_path / "library/helper.py", "a") as file:
@@ -378,6 +376,21 @@ def test_of_several_seeds_one_diverges_and_the_others_go_on(start, launched, mon
     assert outcome(Path("three/seed2")) == outcome(Path("whole/seed2"))
 
 
+@pytest.mark.parametrize("fails", [sys.exit, lambda: 1 / 0])
+def test_of_several_seeds_one_ends_early_and_the_others_go_on(start, launched, monkeypatch, fails):
+    federate = fedavg.federate
+
+    def failing(args, *given):
+        if args.seed == 2:
+            fails()
+        yield from federate(args, *given)
+
+    monkeypatch.setattr(fedavg, "federate", failing)
+    code, lines = launched(fedavg, f"{CUTS[fedavg]} --no-compare --seed 1 2 3 --out three", start)
+    assert code == 2 and "fedavg.py: three/seed2: " in lines[-1]
+    assert re.search(r"^FedAvg +1 3 ", launched.out, re.M), "the table counts the others"
+
+
 # ----------------------------------------------------------------------------------------- mistakes
 
 MISTAKES = """
@@ -415,7 +428,7 @@ fedavg --out full -> full is taken: choose another --out
 fedavg --out full/notes.txt -> notes.txt is taken
 fedavg --resume nowhere -> no run to resume
 fedavg --resume torn -> args.json cannot be read
-uefl --resume other -> a run of fedavg.py
+uefl --resume other -> belongs to other code
 fedavg --partition iid --dirichlet 0.5 -> --dirichlet has no effect
 uefl --clients 9 -> --clients has no effect with --partition silos
 """
@@ -442,6 +455,7 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(mistake, tmp_path, monke
     [line] = lines_of(err)
     assert end.value.code == 2 and out == "" and says in line and len(line) < 400
     assert line.startswith(f"{name}.py: ")
+    flags.code_of.cache_clear()  # it was a program for a moment
     after = sorted(p for p in tmp_path.rglob("*") if "empty" not in p.parts)
     assert after == before, "torchvision may make its own empty folder, but nothing else appears"
 
@@ -478,6 +492,14 @@ def test_the_picture_of_the_clients_counts_rounds_and_takes_the_last_numbers(
     assert (run.clients.label_counts.numpy() == held.images[0].get_array().T).all()
     heights = [[bar.get_height() for bar in axes.patches] for axes in bars]
     assert heights == [[1, 2, 3], [0.5, 0.0, 1.0]]
+
+
+def test_a_class_that_no_participating_client_holds_is_named(start, capsys):
+    start(
+        fedavg,
+        f"{CUTS[fedavg]} --no-compare --rounds 1 --partition shards --participating 1 --sample 1",
+    )
+    assert re.search("no participating client has samples of [abc]", capsys.readouterr().err)
 
 
 def test_a_baseline_never_overwrites_another_run(start):
@@ -577,6 +599,7 @@ def test_another_machine_is_named_and_the_run_goes_on(start, start_and_stop, who
     capsys.readouterr()
     assert outcome(start(fedavg, "--resume cut")) == expected
     assert "cut began with Python" in (said := capsys.readouterr().err) and "torch 1." in said
+    assert re.search(r"torch 1\..*, then Python", file.read_text())
 
 
 def test_after_a_kill_in_round_2_all_begins_again(start, start_and_stop, monkeypatch):

@@ -129,7 +129,7 @@ def test_under_bfloat16_the_forward_pass_alone_rounds(tiny, trainer):
         assert z.dtype == torch.bfloat16 and logits.dtype == loss.dtype == torch.float32
         return loss.detach()
 
-    trained(trainer, update=update)
+    trained(trainer, t=2, update=update)
     assert backward == [False]
 
 

@@ -5,6 +5,7 @@ compare, runs, and then table and plots.
 """
 
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ def launch(main: Callable[[], object]) -> None:
     ranks.may_fork = True
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     torch.set_num_threads(1)  # see devices.set_up
+    socket.setdefaulttimeout(60)  # for a download that does not answer
     try:
         ranks.connect()  # torchrun's ranks meet first, so that all see it if a mistake ends one
         main()
@@ -38,13 +40,9 @@ def launch(main: Callable[[], object]) -> None:
     except KeyboardInterrupt as e:
         code, parts = 130, ["stopped", *getattr(e, "__notes__", [])]
     except RuntimeError as e:
-        known = {
-            "gloo": "another process has ended, so this one stops",
-            "start new thread": "this machine allows no more threads: lower --processes",
-        }
-        code, parts = 1, [text for word, text in known.items() if word in str(e)]
-        if not parts:
+        if "gloo" not in str(e):
             raise
+        code, parts = 1, ["another process has ended, so this one stops"]
     if ranks.LOCAL_RANK == 0:
         end_of_bar = "\n" if sys.stderr.isatty() or len(parts) > 1 else ""  # of a killed rank's
         print(f"{end_of_bar}{Path(sys.argv[0]).name}: {'; '.join(parts)}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """Runs a method and its baselines, with one seed or several, and says what came out."""
 
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from common import RunError, UserError, data, devices, models, ranks, splits
+from common.folders import few, say
 from common.runner import plots, table
 from common.runner.runs import Run, check_free, write_args
 from common.train import LocalTraining, Trainer
@@ -75,7 +77,7 @@ def run(
     The method runs first, in the folder args.out, and a baseline in args.out-NAME. With several
     seeds, or --test-domain all, both folders have a folder for each run. Then come the table,
     curves.png, and the verdict. Returns the runs. Raises UserError at the end, if a run has
-    diverged or is damaged; the others are run and shown nevertheless. (Without the method's run
+    failed; the others are run and shown nevertheless. (Without the method's run
     there is none of its baselines, because nobody knows how many rounds they have.)
     """
     sides = [changed(args, name=args.name or label)]  # a baseline resumed alone keeps its name
@@ -100,6 +102,9 @@ def run(
     plans = plans_of(sides, args.seeds, domains)
     for method, *_ in plans[: len(domains)]:  # finds mistakes before anything is written
         clients, _ = assemble(method, data_of(method.seed), build)
+        held = clients.label_counts[: clients.participating].sum(0)
+        if untrained := [dataset.classes[c] for c in torch.nonzero(held == 0)]:
+            say(f"no participating client has samples of {few(untrained)}")
     if ranks.RANK == 0 and not args.resume:
         for side in sides:
             check_free(Path(side.out))
@@ -123,9 +128,12 @@ def run(
             trainer.samples = run.rows[-1].get("samples", 0)
             trainer.megabytes = run.rows[-1].get("megabytes", 0.0)
         devices.seed_all(own.seed, "round", run.t + 1)
-        for state, row in federate(own, clients, trainer, run.state):
-            run.record(state, row)
-            devices.seed_all(own.seed, "round", run.t + 1)
+        try:
+            for state, row in federate(own, clients, trainer, run.state):
+                run.record(state, row)
+                devices.seed_all(own.seed, "round", run.t + 1)
+        except SystemExit as e:
+            raise RunError("sys.exit() has ended it, so return from federate() instead") from e
         return run.finish()
 
     def in_processes(own: Namespace) -> Run:
@@ -143,8 +151,13 @@ def run(
                 own.rounds = rounds
                 try:
                     run = in_processes(own)
-                except RunError as e:
-                    failed.append(f"{own.out}: {e}")
+                except Exception as e:
+                    if isinstance(e, OSError) or not (several or isinstance(e, RunError)):
+                        raise
+                    if not isinstance(e, UserError):
+                        traceback.print_exc()
+                    *_, why = str(e).strip().split("\n")  # below the traceback of another process
+                    failed.append(f"{own.out}: {why}")
                     if own is plan[0]:  # nobody knows how many rounds its baselines would have
                         break
                 else:
@@ -203,7 +216,7 @@ def describe(name: str, runs: Sequence[Run]) -> None:
     labels, hits = confusion.sum(1), confusion.diagonal()
     # A class without a sample has no share
     right = [f"{classes[c]}: {100 * hits[c] / labels[c]:.1f}" for c in labels.nonzero().flatten()]
-    print(f"{name}, right at the last evaluation, by class: {', '.join(right[:20])}")
+    print(f"{name}, right at the last evaluation, by class: {', '.join(right)}")
 
 
 def verdict(runs: Runs, prediction: str, shows_in: Mapping[str, str]) -> None:

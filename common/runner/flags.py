@@ -1,13 +1,15 @@
 """What the user types: the flags that all methods share, with defaults by data set."""
 
 import argparse
-import hashlib
+import re
 import sys
+import sysconfig
 from argparse import BooleanOptionalAction
 from collections.abc import Callable
 from datetime import datetime
 from functools import cache
-from modulefinder import ModuleFinder
+from hashlib import sha1
+from os.path import relpath
 from pathlib import Path
 from types import ModuleType
 
@@ -129,7 +131,7 @@ def add_shared_flags(parser: Parser, example: str) -> None:
     add("--device", default="auto",
         help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one")
     add("--processes", type=whole, metavar="N",
-        help="how many processes share a round's clients; the results do not depend on it"
+        help="on Linux, how many processes share a round's clients; no result depends on it"
         " (default: one per core or GPU, and no more than clients in a round)")
     add("--precision", choices=["float32", "bfloat16", "auto"], default="auto",
         help="of the forward pass; bfloat16: autocast; auto: what is fast here")
@@ -148,16 +150,14 @@ def parse(
 ) -> argparse.Namespace:
     """The flags of the method in this file.
 
-    doc        the method file's docstring; its first and last paragraphs begin the help
+    doc        the method file's docstring; its first paragraph begins the help
     settings   data set -> its defaults; the first data set is the default one, "folder" stands for
                every folder of images, and "other" for all data sets that are not named
     small      the same for what --small changes
     own_flags  called with argparse's add_argument, to add the method's own flags
 
-    Adds `method`, its name; `code`, a hash of the method's file and of what it imports from its own
-    folder and from this project; `code_of_common`, of what it imports from common/; and
-    `is_example`, whether this is the example as it stands. Raises UserError for flags that make no
-    sense, or that NEEDS says have no effect.
+    Adds `method`, its name; `code`, see code_of; and `is_example`, whether this is the example as
+    it stands. Raises UserError for flags that make no sense, or that NEEDS says have no effect.
     """
     argv = sys.argv[1:] if argv is None else argv
     # A shell leaves the ~ of --out=~/x as it is, and a script from Windows ends its lines with \r
@@ -166,8 +166,7 @@ def parse(
     if any(not word or word.endswith("=") for word in argv):
         raise UserError("a flag's value is empty: give one, or leave the flag out")
     method = Path(file).stem
-    paragraphs = (doc or method).strip().split("\n\n")
-    about = " ".join(dict.fromkeys([paragraphs[0], paragraphs[-1]]))
+    about = (doc or method).strip().split("\n\n")[0]
     parser = Parser(
         prog=f"{method}.py",
         usage="python %(prog)s [--flag value ...]",
@@ -186,7 +185,8 @@ def parse(
         if action.nargs == "+" and given.count(action) > 1:
             raise UserError(f"{typed[action.dest]} is given twice: give its values together")
     chosen, _ = parser.parse_known_args(argv)  # --dataset, --small and --resume say the defaults
-    saved = saved_flags(chosen, method)
+    code = code_of(file)
+    saved = saved_flags(chosen, code)
     defaults = saved or defaults_for(chosen, settings, small)
     parser.set_defaults(**defaults)
     parser.add_argument("-h", "--help", action="help", help="show this text")  # with these defaults
@@ -201,26 +201,24 @@ def parse(
         args.is_example = not typed.keys() - MAY_CHANGE - {"out", "seeds", "precision"}
     now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # several runs may start in the same second
     args.out = str(Path(args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}"))
-    args.code, args.code_of_common = code_of(str(Path(file).resolve()))
-    if saved and saved.get("code") != args.code:
-        raise UserError(f"{args.resume} belongs to other code: use that, or start a new run")
+    args.code = code
     return args
 
 
 @cache  # for as long as the program, which keeps the code that it has imported, too
-def code_of(file: str) -> list[str]:
-    """Hashes of all files of its own folder and of this project that a program imports.
+def code_of(file: str) -> dict[str, str]:
+    """A hash of each file that the program in this file has imported, but of what is installed.
 
-    The first is of all, and the second of those in common/.
+    A notebook may have imported other methods, so there it is of this file and of common/ alone.
     """
-    project = Path(__file__).parents[2]
-    appended = [p for p in sys.path if "-packages" not in p and not p.startswith(sys.base_prefix)]
-    finder = ModuleFinder([str(Path(file).parent), str(project), *appended])
-    finder.run_script(file)  # runs nothing, but reads which modules are imported
-    files = sorted(Path(m.__file__) for m in finder.modules.values() if m.__file__)
-    common = [path for path in files if path.is_relative_to(project / "common")]
-    contents = (b"".join(path.read_bytes() for path in of) for of in (files, common))
-    return [hashlib.sha1(content).hexdigest() for content in contents]
+    files = {getattr(module, "__file__", None) or "" for module in sys.modules.values()}
+    installed = rf".*(site|dist)-packages|{re.escape(sysconfig.get_path('stdlib'))}"
+    files = {f for f in files if re.match(rf"(?!{installed}).*[/\\].*\.py$", f)}
+    if getattr(sys.modules["__main__"], "__file__", None) != file:
+        files = {file}
+    files.update(map(str, Path(__file__).parents[1].rglob("*.py")))
+    here = Path(file).parent
+    return {relpath(f, here): sha1(Path(f).read_bytes()).hexdigest()[:7] for f in sorted(files)}
 
 
 def defaults(method: ModuleType, words: str = "") -> argparse.Namespace:
@@ -240,8 +238,8 @@ def defaults_for(chosen: argparse.Namespace, settings: dict, small: dict) -> dic
     return {**defaults, **small.get(kind, small["other"])} if chosen.small else defaults
 
 
-def saved_flags(chosen: argparse.Namespace, method: str) -> dict:
-    """The flags of this method's run or comparison that goes on; none if a new one starts.
+def saved_flags(chosen: argparse.Namespace, code: dict) -> dict:
+    """The flags of the run or comparison that goes on; none if a new one starts.
 
     Raises UserError if there is no such run in the folder that --resume names.
     """
@@ -255,8 +253,8 @@ def saved_flags(chosen: argparse.Namespace, method: str) -> dict:
     if not (Path(folder) / "args.json").exists():
         raise UserError(f"--resume {folder}: there is no run to resume")
     saved = read_args(Path(folder))["flags"]
-    if saved.get("method") != method:
-        raise UserError(f"--resume {folder}: this is a run of {saved.get('method')}.py")
+    if saved.get("code") != code:
+        raise UserError(f"{folder} belongs to other code: use that, or start a new run")
     return saved | {"processes": None, "out": folder}
 
 

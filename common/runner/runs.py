@@ -67,6 +67,9 @@ class Run:
         self.save_at = 0.0  # the first round is saved at once
         self.seen = {}  # round -> its line in metrics.csv, of rounds that a kill has undone
         self.total = args.rounds + (args.iterations - 1) * args.later_rounds  # the most
+        goes_on = args.resume and (self.folder / "args.json").exists()
+        if goes_on:
+            self._take_up(device)
         about = {
             "flags": vars(args),
             "data": self.images,
@@ -74,9 +77,6 @@ class Run:
             "shape": [*data.x.shape[1:]],
             "machine": self.machine,
         }
-        goes_on = args.resume and (self.folder / "args.json").exists()
-        if goes_on:
-            self._take_up(device)
         own = {"out", "resume", "device", "data_dir", "dataset", "processes"}  # of each machine
         facts = {flag: value for flag, value in vars(args).items() if flag not in own}
         weights = train.get_weights(model).double().sum().item()
@@ -85,6 +85,7 @@ class Run:
         if ranks.RANK == 0:
             write_args(self.folder, about, goes_on)
             self.next.unlink(missing_ok=True)  # later than the checkpoint, and not yet repeated
+            (self.folder / "model.pt").unlink(missing_ok=True)  # which says that it has finished
             if self.rows:
                 self._write_metrics()  # in its place may be those of more rounds
             plots.clients(self)
@@ -102,13 +103,14 @@ class Run:
         before = read_args(self.folder)
         if before["data"] != self.images:
             raise UserError(f"{self.folder} belongs to other data: use those, or start a new run")
-        here = before["machine"] == self.machine
+        here = before["machine"].endswith(self.machine)
         if not here and ranks.RANK == 0:
             print(
                 f"{self.folder} began with {before['machine']}, and goes on with "
                 f"{self.machine}, so its last digits may differ",
                 file=sys.stderr,
             )
+        self.machine = before["machine"] if here else f"{before['machine']}, then {self.machine}"
         with suppress(Exception):  # it is missing or damaged
             lines = csv.DictReader((self.folder / "metrics.csv").read_text("utf-8").splitlines())
             self.seen = {int(line["round"]): line for line in lines} if here else {}

@@ -31,7 +31,7 @@ def settings(run, but: Iterable[str] = ()) -> dict:
     found = dict(vars(run.args))
     # A baseline has as many rounds as its method came to, which can depend on the seed
     found["rounds"] = found.pop("method_rounds", found["rounds"])
-    found[f"code of {run.args.method}"] = found.pop("code", None)  # another method has other code
+    found |= {f"code of {file}": code for file, code in found.pop("code").items()}
     if not found.get("rotate"):  # by the seed, an image gets another angle
         found["images"] = run.images
     return {flag: found[flag] for flag in found if flag not in {*MAY_DIFFER, *but}}
