@@ -76,9 +76,9 @@ def run(
 
     The method runs first, in the folder args.out, and a baseline in args.out-NAME. With several
     seeds, or --test-domain all, both folders have a folder for each run. Then come the table,
-    curves.png, and the verdict. Returns the runs. Raises UserError at the end, if a run has
-    failed; the others are run and shown nevertheless. (Without the method's run
-    there is none of its baselines, because nobody knows how many rounds they have.)
+    curves.png, and the verdict. Returns the runs. Raises UserError at the end, if a run has failed;
+    the others are run and shown nevertheless. (Without the method's run there is none of its
+    baselines, because nobody knows how many rounds they have.)
     """
     sides = [changed(args, name=args.name or label)]  # a baseline resumed alone keeps its name
     for name, flags in baselines.items():
@@ -133,7 +133,7 @@ def run(
                 run.record(state, row)
                 devices.seed_all(own.seed, "round", run.t + 1)
         except SystemExit as e:
-            raise RunError("sys.exit() has ended it, so return from federate() instead") from e
+            raise UserError("sys.exit() has ended it, so return from federate() instead") from e
         return run.finish()
 
     def in_processes(own: Namespace) -> Run:
@@ -152,7 +152,9 @@ def run(
                 try:
                     run = in_processes(own)
                 except Exception as e:
-                    if isinstance(e, OSError) or not (several or isinstance(e, RunError)):
+                    # torchrun's ranks may not all have met it, unless it is a RunError
+                    goes_on = isinstance(e, RunError) or (several and ranks.COUNT == 1)
+                    if isinstance(e, OSError) or not goes_on:
                         raise
                     if not isinstance(e, UserError):
                         traceback.print_exc()
@@ -162,7 +164,7 @@ def run(
                         break
                 else:
                     runs.setdefault(own.name, []).append(run)
-                    rounds = run.rows[-1]["round"]  # a baseline stops when the method has stopped
+                    rounds = run.t  # a baseline stops when the method has stopped
             if several:
                 print(f"{i} of {len(plans)} done", flush=True)
         if runs:
