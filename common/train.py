@@ -19,7 +19,7 @@ from common.devices import seeded
 from common.splits import Clients, shuffled
 
 ADVICE = "lower --lr, or the weight of the method's own penalty if it has one"
-CHECKED = (0, 1, 10, 100)  # in these rounds all processes train one client again, and compare
+CHECKED = (0, 1, 100)  # in these rounds and the last, a client trains again, and is compared
 
 
 class Batches:
@@ -178,8 +178,8 @@ class Trainer:
 
         Returns the clients' weights [K, P] and losses [K] on the device. Raises RunError if a
         client's weights or loss are not finite, and UserError if somebody is selected who does not
-        participate, or if the processes do not agree on clients and weights. With several,
-        the rounds in CHECKED and the last end with a check: each trains the first client once more,
+        participate, or if the processes do not agree on clients and weights. On a CPU, the rounds
+        in CHECKED and the last end with a check: each process trains the first client once more,
         and there is a UserError if one gets other weights.
         """
         selected, m = torch.as_tensor(selected, dtype=torch.long), self.clients.participating
