@@ -121,7 +121,7 @@ def clients(run) -> None:
         selected = [k for row in run.rows for k in row["selected"]]
         bars["rounds in which it trained"] = np.bincount(selected, minlength=m)
     for column, title in PER_CLIENT.items():
-        found = [row[column] for row in run.rows if column in row]
+        found = [row[column] for row in run.rows if len(row.get(column, ())) == m]
         if found:
             bars[title] = np.array(found[-1])
     counts, groups = run.clients.label_counts.T.numpy(), np.array(run.clients.groups[:m])
