@@ -50,9 +50,7 @@ def _device(name: str) -> torch.device:
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError("only cpu and cuda were tried")
     except (RuntimeError, AssertionError) as e:
-        raise UserError(
-            f"--device {name} cannot be used ({first_line(e)[:120]}): choose cpu"
-        ) from e
+        raise UserError(f"--device {name} cannot be used ({first_line(e)}): choose cpu") from e
     return device
 
 

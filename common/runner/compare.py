@@ -105,7 +105,7 @@ def run(
         held = clients.label_counts[: clients.participating].sum(0)
         if untrained := [dataset.classes[c] for c in torch.nonzero(held == 0)]:
             say(f"no participating client has samples of {few(untrained)}")
-    if ranks.RANK == 0 and not args.resume:
+    if not args.resume and not ranks.RANK:
         for side in sides:
             check_free(Path(side.out))
 
@@ -114,9 +114,9 @@ def run(
 
     def run_one(own: Namespace) -> Run:
         device, own.precision = devices.set_up(own.device, own.precision, own.model)
-        if several and own is plans[0][0] and ranks.RANK == 0:
-            about = {"flags": {**vars(args), "precision": own.precision}}
-            write_args(Path(args.out), about, args.resume)
+        if several and own is plans[0][0] and not ranks.RANK:
+            flags = {**vars(args), "precision": own.precision}
+            write_args(Path(args.out), {"flags": flags}, args.resume)
         dataset = data_of(own.seed)
         clients, model = assemble(own, dataset, build)
         run = Run(own, dataset, clients, model, device)
@@ -152,9 +152,8 @@ def run(
                 try:
                     run = in_processes(own)
                 except Exception as e:
-                    # torchrun's ranks may not all have met it, unless it is a RunError
-                    goes_on = isinstance(e, RunError) or (several and ranks.COUNT == 1)
-                    if isinstance(e, OSError) or not goes_on:
+                    ends_all = isinstance(e, OSError) or ranks.COUNT > 1 or not several
+                    if ends_all and not isinstance(e, RunError):  # all ranks meet that
                         raise
                     if not isinstance(e, UserError):
                         traceback.print_exc()
@@ -175,7 +174,7 @@ def run(
         raise
     if args.is_example and not failed and len(runs) > 1:
         verdict(runs, prediction, shows_in)
-    if failed and ranks.RANK == 0:  # which still draws when another one of torchrun's has ended
+    if failed and not ranks.RANK:  # which still draws when another one of torchrun's has ended
         raise UserError("; ".join(failed))
     return runs
 

@@ -104,7 +104,7 @@ class Run:
         if before["data"] != self.images:
             raise UserError(f"{self.folder} belongs to other data: use those, or start a new run")
         here = before["machine"].endswith(self.machine)
-        if not here and ranks.RANK == 0:
+        if not here and not ranks.RANK:
             print(
                 f"{self.folder} began with {before['machine']}, and goes on with "
                 f"{self.machine}, so its last digits may differ",
