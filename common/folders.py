@@ -37,7 +37,8 @@ ALMOST_PART = re.compile(r"(?i)train|trn|test|tst|valid|val(?![a-z])|hold.?out|\
 PICTURE = r"\b((jpe?g|png)?images?|imgs?|rgb|inputs?)\b"  # words in names that are no class ...
 ANNOTATION = (
     r"\b(masks?|labels?( (train )?ids)?|annotations?|(depth|heat)( ?maps?)?|gt|ground ?truth"
-    r"|targets?|seg(mentation)?s?|superpixels?|trimaps?|overlays?|contours?|bbox(es)?|thumb(nail)?s?|pred(iction)?s?|annotated)\b"
+    r"|targets?|seg(mentation)?s?|superpixels?|trimaps?|overlays?|contours?|bbox(es)?"
+    r"|thumb(nail)?s?|pred(iction)?s?|annotated)\b"
 )
 Row = tuple[str, str, Path]  # train, test or a domain; the class; the image
 

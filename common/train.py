@@ -179,8 +179,8 @@ class Trainer:
         Returns the clients' weights [K, P] and losses [K] on the device. Raises RunError if a
         client's weights or loss are not finite, and UserError if somebody is selected who does not
         participate, or if the processes do not agree on clients and weights. On a CPU, the rounds
-        in CHECKED and the last end with a check: each process trains the first client once more,
-        and there is a UserError if one gets other weights.
+        in CHECKED, and the round `rounds`, end with a check: each process trains the first client
+        once more, and there is a UserError if one gets other weights.
         """
         selected, m = torch.as_tensor(selected, dtype=torch.long), self.clients.participating
         self.t = t

@@ -49,7 +49,7 @@ def picture(file: Path, width: float, height: float) -> Iterator[Figure]:
     with style.context(STYLE, after_reset=True):
         figure = Figure(figsize=(width, height))
         yield figure
-        if ranks.RANK == 0:
+        if not ranks.RANK:
             figure.savefig(file, metadata={"Software": None})
 
 
