@@ -45,7 +45,8 @@ def difference(c, measure=None):
 
 def cells(c):
     """All that a table can say about a comparison: the header of a column -> text."""
-    (method, baseline), level = c.sides(), c.level()
+    method, baseline = c.sides()
+    level = int(c.measure) if c.measure.isdigit() else c.level()
     seeds = "-".join(map(str, sorted({c.common[0], c.common[-1]})))
     paper = show(c.effect, c.column, "+") if c.paper else ""
     there = difference(c, around(level)) if level else ""
@@ -61,7 +62,7 @@ def cells(c):
         "ours at its level, p of equal": at_level,
         "the paper": paper or DASH,
         "ours, when the baseline is as accurate as the paper's": there or DASH,
-        "ours, at the end": difference(c),
+        "ours, at the end": DASH if c.measure.isdigit() else difference(c),
         "accuracy": f"{method.mean():.1f}",
         "instead of": f"{baseline.mean():.1f}",
         "difference, by seed": ", ".join(f"{d:+.1f}" for d in c.difference()),

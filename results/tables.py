@@ -104,7 +104,7 @@ class Comparison(SimpleNamespace):
                       them, "ratio" for the ratio of the means over all of them; "best" compares the
                       method's best one with the baseline's last five; "samples" compares
                       the baseline's last five with the method's at equally many samples trained,
-                      see equal_samples()
+                      see equal_samples(); a number: the five evaluations around this round
     paper, paper_baseline  what the paper reports, as "42.9 ± 1.1"
     picture           the picture in results/ that shows it, or ""
 
@@ -149,7 +149,8 @@ class Comparison(SimpleNamespace):
     def sides(self, measure=None):
         """A measure of the method's and the baseline's runs [2, seeds]."""
         counts = {"last": 1, "all": 10**9, "ratio": 10**9}
-        measure = measure or around(10**9, counts.get(self.measure, 5))
+        at = int(self.measure) if self.measure.isdigit() else 10**9
+        measure = measure or around(at, counts.get(self.measure, 5))
         return self.over_experiments(self.values[..., measure(self.rounds)].mean(-1))
 
     def difference(self, measure=None):
