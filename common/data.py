@@ -128,7 +128,7 @@ def _from_torchvision(name: str, root: Path) -> Dataset:
                 options["split"] = "digits"
             part = getattr(datasets, PUBLIC[name][0])(str(root), download=True, **options)
             if name == "gtsrb":  # files of many sizes
-                files, part.targets = zip(*part._samples, strict=True)
+                files, part.targets = zip(*part._samples)
                 part.data = decode(files, 32)
             images.append(torch.as_tensor(part.data))
             labels.append(torch.as_tensor(part.targets).view(len(part.data)))  # one per image

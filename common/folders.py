@@ -55,7 +55,7 @@ def image_folder(folder: Path, image_size: int) -> dict:
     files = find_files(folder)
     rows = understand(folder, [file for file in files if is_image(file)])
     rows.sort(key=lambda row: (row[0] == "test", row))
-    part_of, class_of, images = zip(*rows, strict=True)
+    part_of, class_of, images = zip(*rows)
     classes, domains = sorted({*class_of}), sorted({*part_of} - {"train", "test"})
     holders = Counter(name for _, name in {row[:2] for row in rows})
     rare = [name for name in classes if holders[name] < (len(domains) or 2)]
@@ -69,7 +69,7 @@ def image_folder(folder: Path, image_size: int) -> dict:
         "classes": classes,
         "domains": domains,
         "classes that some domain lacks": rare,
-        "kinds of files left out": sorted({f.suffix or f.name for f in files if not is_image(f)}),
+        "kinds of files left out": sorted({f.suffix for f in files if not is_image(f)}),
     }
     lists = [f"{len(names)} {what} ({few(names)})" for what, names in understood.items() if names]
     say(f"{folder}: {len(train)} training and {len(test)} test images, {', '.join(lists)}")
@@ -111,14 +111,15 @@ def is_image(path: Path) -> bool:
 def refuse_annotations(paths: Sequence[Path]) -> None:
     """Raises UserError if one of these paths in a folder has the name of an annotation.
 
-    So has a folder that is called masks or images, and x_mask.png or GT-x.png beside x.png.
+    So has a folder that is called masks or images, x_mask.png or GT-x.png beside x.png, and every
+    x.png if all of them stand beside an x.jpg.
     """
     between_words = r"[\W_]+|(?<=[a-z\d])(?=[A-Z])"
     names = [re.sub(between_words, " ", path.stem).lower() for path in paths]
     subjects = [" ".join(re.sub(f"{PICTURE}|{ANNOTATION}", "", name).split()) for name in names]
-    count = Counter(subjects)
-    for path, name, subject in zip(paths, names, subjects, strict=True):
-        is_second = count[subject] > 1 and re.search(ANNOTATION, name)
+    count, are_pairs = Counter(subjects), 2 * len({*names}) <= len(names)
+    for path, name, subject in zip(paths, names, subjects):
+        is_second = count[subject] > 1 and (are_pairs or re.search(ANNOTATION, name))
         if is_second or (path.is_dir() and name.strip() and not subject):
             raise UserError(
                 f"{path} has the name of an annotation, not of a class or a picture: take it away, "
@@ -170,7 +171,7 @@ def with_a_fifth_for_testing(rows: Sequence[tuple[str, Path]]) -> list[Row]:
     rng, drawn = random_at(0, "test"), []
     for _, group in groupby(sorted(rows), itemgetter(0)):
         of_class = [*group]
-        for i, row in zip(rng.permutation(len(of_class)), of_class, strict=True):
+        for i, row in zip(rng.permutation(len(of_class)), of_class):
             drawn.append(("test" if i < max(1, len(of_class) // 5) else "train", *row))
     return drawn
 

@@ -80,13 +80,12 @@ def dirichlet(labels: Tensor, clients: int, alpha: float, rng: Generator) -> Par
     most, so at least clients * MIN_SIZE samples are needed. Every sample belongs to exactly one
     client. Returns positions in `labels`, int64.
     """
-    alpha = min(alpha, 1e9)  # equal shares; numpy gives zeros if the sum of the alphas overflows
     held: list[list[int]] = [[] for _ in range(clients)]
     for c in labels.unique():
         samples = rng.permutation(torch.nonzero(labels == c).flatten().numpy())
         shares = rng.dirichlet(np.full(clients, alpha))
         cuts = np.rint(np.cumsum(shares) * len(samples)).astype(int)
-        for mine, part in zip(held, np.split(samples, cuts[:-1]), strict=True):
+        for mine, part in zip(held, np.split(samples, cuts[:-1])):
             mine += part.tolist()
     for samples in held:
         for _ in range(MIN_SIZE - len(samples)):
@@ -117,11 +116,11 @@ def by_domain(domain: Tensor, clients: int, rng: Generator) -> Parts:
     values, sizes = domain.unique(return_counts=True)
     if clients < len(values):
         raise UserError(f"--clients {clients} is fewer than the {len(values)} training domains")
-    count = np.ones(len(values), dtype=int)
+    count = [1] * len(values)
     for _ in range(clients - len(values)):
         count[np.argmax(sizes.numpy() / count)] += 1
     parts = []
-    for d, k in zip(values, count, strict=True):
+    for d, k in zip(values, count):
         parts += iid(torch.nonzero(domain == d).flatten(), k, rng)
     return parts
 
@@ -228,9 +227,9 @@ def silos(
 
     def take(source: Tensor, size: int | None = None) -> Parts:
         mixed = [shuffled(source[data.domain[source] == d], rng) for d in domains]
-        size = size or min(len(m) // k for m, k in zip(mixed, numbers, strict=True) if k)
+        size = size or min(len(m) // k for m, k in zip(mixed, numbers) if k)
         parts = []
-        for m, k in zip(mixed, numbers, strict=True):
+        for m, k in zip(mixed, numbers):
             parts += m[: k * size].view(k, size)
         return parts
 
@@ -343,9 +342,9 @@ def make_clients(
     else:
         parts = divide(data, pool, partition, clients, alpha, seed)
         train, test = hold_out(parts, held_out, random_at(seed, "held out"))
-    held = [torch.cat(samples) for samples in zip(train, test, strict=True)]
+    held = [torch.cat(samples) for samples in zip(train, test)]
     groups = [group(data, samples, partition) for samples in held]
-    smallest, name = min(zip(map(len, held), groups, strict=True))
+    smallest, name = min(zip(map(len, held), groups))
     if smallest < MIN_SIZE:
         raise UserError(
             f"a client {name and f'of {name} '}has {smallest} samples, and needs {MIN_SIZE}: lower "

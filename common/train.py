@@ -26,18 +26,18 @@ class Batches:
     """A client's batches (x, y), which can be walked once: those of training are of all epochs."""
 
     def __init__(self, pairs: Iterator[tuple[Tensor, Tensor]]):
-        self.pairs, self.has_ended = pairs, False
+        self.pairs = pairs
 
     def __iter__(self):
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        if self.has_ended:  # a loop that starts now would find nothing, and train on nothing
+        if not self.pairs:  # a loop that starts now would find nothing, and train on nothing
             raise UserError("batches of all epochs are walked again: use [*batches], or islice")
         try:
             return next(self.pairs)
         except StopIteration:
-            self.has_ended = True
+            self.pairs = None
             raise
 
 
@@ -85,7 +85,7 @@ def unflatten(model: nn.Module, theta: Tensor) -> list[Tensor]:
     """Views of theta [P] in the shapes of the model's parameters, then of its buffers."""
     tensors = weights_of(model)
     parts = theta.split([t.numel() for t in tensors])
-    return [part.view_as(t) for t, part in zip(tensors, parts, strict=True)]
+    return [part.view_as(t) for t, part in zip(tensors, parts)]
 
 
 @dataclass
@@ -93,7 +93,7 @@ class LocalTraining:
     """How a client trains: passes over its data, samples in a step, and the optimizer.
 
     The optimizer ("sgd" or "adam") is new for each client in each round, so momentum starts from
-    zero. In round t its step size is lr * lr_decay^(t - 1).
+    zero.
     """
 
     epochs: int = 5
@@ -101,7 +101,6 @@ class LocalTraining:
     lr: float = 0.05
     optimizer: str = "sgd"
     momentum: float = 0.0
-    lr_decay: float = 1.0
 
 
 class Trainer:
@@ -195,7 +194,7 @@ class Trainer:
             k = int(selected[i])
             set_weights(self.model, theta)
             self.model.train()
-            batches, optimizer = Batches(self._batches(k, t)), self._optimizer(t)
+            batches, optimizer = Batches(self._batches(k, t)), self._optimizer()
             own = {name: values[k] for name, values in per_client.items()}
             try:
                 with seeded(self.device, self.seed, "dropout", t, k):  # the same on any process
@@ -290,12 +289,11 @@ class Trainer:
         """The two columns of metrics.csv that say what the run has cost so far."""
         return {"samples": self.samples, "megabytes": self.megabytes}
 
-    def _optimizer(self, t: int) -> torch.optim.Optimizer:
+    def _optimizer(self) -> torch.optim.Optimizer:
         local, parameters = self.local, self.model.parameters()
-        lr = local.lr * local.lr_decay ** max(t - 1, 0)
         if local.optimizer == "adam":
-            return torch.optim.Adam(parameters, lr, fused=True)
-        return torch.optim.SGD(parameters, lr, local.momentum, fused=True)
+            return torch.optim.Adam(parameters, local.lr, fused=True)
+        return torch.optim.SGD(parameters, local.lr, local.momentum, fused=True)
 
     def _batches(self, k: int, t: int) -> Iterator[tuple[Tensor, Tensor]]:
         """A client's batches: in each epoch consecutive slices of a new random order.
@@ -342,11 +340,11 @@ class Trainer:
         parts = [*clients.test[:m], *clients.tests.values()]
         _, predicted = self.predict(theta, torch.cat(parts))
         guesses = predicted.split([len(part) for part in parts])
-        pairs = zip(parts, guesses, strict=True)
+        pairs = zip(parts, guesses)
         answers = torch.stack([confusion(self.labels[s], g, self.classes) for s, g in pairs])
         if m:
             row["id_selected"] = accuracy(answers[selected].sum(0))
-        row |= accuracy_columns(answers[:m], dict(zip(clients.tests, answers[m:], strict=True)))
+        row |= accuracy_columns(answers[:m], dict(zip(clients.tests, answers[m:])))
         row["selected_size"] = clients.sizes[selected].mean()
         if "rare" in clients.tests:
             rare = [clients.groups[k] != "more classes" for k in selected]

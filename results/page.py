@@ -50,7 +50,7 @@ def cells(c):
     seeds = "-".join(map(str, sorted({c.common[0], c.common[-1]})))
     paper = show(c.effect, c.column, "+") if c.paper else ""
     there = difference(c, around(level)) if level else ""
-    at_level = f"{there}{of_equal(c, around(level))}, round {level}" if level else ""
+    at_level = f"{there}{of_equal(c, around(level))}, round {level}" if c.level() else ""
     found = {
         "method": pm(method, c.column),
         "baseline": pm(baseline, c.column),

@@ -165,7 +165,7 @@ def gradient_of(loss, model) -> torch.Tensor:
 
 
 def sgd_by_hand(run, theta, t, k, gradient=loss_and_gradient):
-    """Local training by its definition: v <- momentum v + grad + decay theta, theta -= lr_t v.
+    """Local training by its definition: v <- momentum v + grad, theta -= lr v.
 
     Returns client k's theta at the end of round t, and the mean loss of its steps.
 
@@ -173,13 +173,13 @@ def sgd_by_hand(run, theta, t, k, gradient=loss_and_gradient):
     gradient  gradient(trainer, theta, batch) returns the loss and grad
     """
     args, samples, rng = run.args, run.clients.train[k], random_at(run.args.seed, "batches", t, k)
-    lr, v, losses = args.lr * args.lr_decay ** max(t - 1, 0), 0, []
+    v, losses = 0, []
     for _ in range(args.local_epochs):
         order = samples[torch.from_numpy(rng.permutation(len(samples)))]
         for batch in order.split(args.batch_size):
             loss, grad = gradient(run.trainer, theta, batch)
             v = args.momentum * v + grad
-            theta = theta - lr * v
+            theta = theta - args.lr * v
             losses.append(loss.item())
     return theta.detach(), np.mean(losses)
 

@@ -151,6 +151,7 @@ cat, dog, trimaps -> pets/trimaps has the name
 cat/x.jpg, cat/x-GT.png -> x-GT.png has the name
 cat/img_1.jpg, cat/label_1.png -> label_1.png has the name
 cat/x.jpg, cat/xSegmentation.png -> xSegmentation.png has the name
+cat/x.jpg, cat/x.png, dog -> cat/x.jpg has the name
 """
 
 

@@ -23,7 +23,7 @@ CUT += "--clients 6 --participating 4 --sample 2 --rounds 3 --no-compare "
 
 
 @pytest.mark.parametrize("selection", ["random", "power_of_choice", "by_size"])
-@pytest.mark.parametrize("weighting", ["size", "equal --momentum 0.9 --lr-decay 0.5"])
+@pytest.mark.parametrize("weighting", ["size", "equal --momentum 0.9"])
 def test_three_rounds_are_algorithm_1_by_hand(finished, selection, weighting):
     run = finished(fedavg, f"{CUT} --selection {selection} --weighting {weighting}")
     data, clients, trainer, w = run.data, run.clients, run.trainer, run.trainer.initial

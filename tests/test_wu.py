@@ -149,7 +149,7 @@ def selected_by_hand(method, table, t, more=""):
     return exact_hull(normalize(table.double()) if "unit" in more else table, 2)
 
 
-MOMENTUM = "--momentum 0.9 --lr-decay 0.5"
+MOMENTUM = "--momentum 0.9"
 BATCH_NORM = "--model resblocks --width 0.01 --lr 0.01 --batch-size 32"
 VARIANTS = [(method, "") for method in METHODS]
 VARIANTS += [(entropy_weighting, "--weighting equal"), (minimax_select, "--selection random")]

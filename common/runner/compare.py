@@ -1,8 +1,12 @@
 """Runs a method and its baselines, with one seed or several, and says what came out."""
 
+import inspect
+import pickle
+import re
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -50,9 +54,7 @@ def assemble(
 
 def local_training(args: Namespace) -> LocalTraining:
     """How a client trains, from these flags."""
-    return LocalTraining(
-        args.local_epochs, args.batch_size, args.lr, args.optimizer, args.momentum, args.lr_decay
-    )
+    return LocalTraining(args.local_epochs, args.batch_size, args.lr, args.optimizer, args.momentum)
 
 
 def run(
@@ -125,12 +127,19 @@ def run(
             own.evaluate_every, own.rounds, run.progress,
         )  # fmt: skip
         if run.rows:
-            trainer.samples = run.rows[-1].get("samples", 0)
-            trainer.megabytes = run.rows[-1].get("megabytes", 0.0)
+            for name in trainer.cost():
+                setattr(trainer, name, run.rows[-1].get(name, 0))
+        rounds, first, told = federate(own, clients, trainer, run.state), {}, False
         devices.seed_all(own.seed, "round", run.t + 1)
         try:
-            for state, row in federate(own, clients, trainer, run.state):
+            for state, row in rounds:
                 run.record(state, row)
+                now = kept_aside(rounds, state)
+                changed = [name for name in now if now[name] != first.setdefault(name, now[name])]
+                if changed and not told:
+                    told = True
+                    say(f"\nfederate() changes {few(changed)}, but does not yield it in the state: "
+                        "after --resume it would be as at the start")  # fmt: skip
                 devices.seed_all(own.seed, "round", run.t + 1)
         except SystemExit as e:
             raise UserError("sys.exit() has ended it, so return from federate() instead") from e
@@ -165,7 +174,7 @@ def run(
                     runs.setdefault(own.name, []).append(run)
                     rounds = run.t  # a baseline stops when the method has stopped
             if several:
-                print(f"{i} of {len(plans)} done", flush=True)
+                print(f"{i} of {len(plans)} done")
         if runs:
             show(args, runs)
     except (KeyboardInterrupt, OSError) as e:
@@ -177,6 +186,22 @@ def run(
     if failed and not ranks.RANK:  # which still draws when another one of torchrun's has ended
         raise UserError("; ".join(failed))
     return runs
+
+
+def kept_aside(rounds: Generator, state: dict) -> dict[str, bytes]:
+    """Pickles of what federate() has in variables from before its loop, and not in the state.
+
+    Without the model, whose weights the trainer sets, and without what cannot be pickled.
+    """
+    found = {}
+    with suppress(Exception):  # no generator, or no source
+        before_loop = re.split(r"\n +(?:for|while) ", inspect.getsource(rounds.gi_code))[0]
+        for name in {*re.findall(r"(\w+)(?=[\w, ]* = )", before_loop)} - state.keys():
+            value = rounds.gi_frame.f_locals.get(name)
+            with suppress(Exception):
+                if not isinstance(value, torch.nn.Module | torch.nn.Parameter):
+                    found[name] = pickle.dumps(value)
+    return found
 
 
 def plans_of(

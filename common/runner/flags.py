@@ -72,8 +72,8 @@ def add_shared_flags(parser: Parser, example: str) -> None:
     add("--small", action=BooleanOptionalAction, default=False,
         help="our cut of the settings: minutes without a GPU")
     add("--resume", nargs="?", const="--out", metavar="DIR",
-        help="continue what was started in this folder, with its flags; without a DIR, that in"
-        " --out, or start it there if there is nothing yet")
+        help="""continue what was started in this folder, with its flags; without a DIR, that in
+        --out, or start it there if there is nothing yet""")
 
     whole = within(int, 1)
     add = parser.add_argument_group("data").add_argument
@@ -89,12 +89,11 @@ def add_shared_flags(parser: Parser, example: str) -> None:
     add = parser.add_argument_group("clients").add_argument
     add("--partition",
         choices=[*DIVIDED, "silos"],
-        help="which client holds which samples. dirichlet: different shares of the labels; iid:"
-        " random equal parts; shards: equal parts with about two labels each; domain: one domain"
-        " per client; silos: see --silos; rare: three clients hold a class that nobody else has;"
-        " specialists: most clients hold one class, the others all (default: the example's on"
-        " glyphs, domain with --rotate or --test-domain,"
-        " silos in uefl.py, else dirichlet)")
+        help="""which client holds which samples. dirichlet: different shares of the labels; iid:
+        random equal parts; shards: equal parts with about two labels each; domain: one domain per
+        client; silos: see --silos; rare: three clients hold a class that nobody else has;
+        specialists: most clients hold one class, the others all (default: the example's on glyphs,
+        domain with --rotate or --test-domain, silos in uefl.py, else dirichlet)""")
     add("--dirichlet", type=positive, default=0.1, metavar="ALPHA",
         help="smaller: the clients' labels differ more")
     add("--clients", type=whole,
@@ -118,8 +117,6 @@ def add_shared_flags(parser: Parser, example: str) -> None:
     add("--lr", type=positive, default=0.05, help="step size of local training")
     add("--optimizer", choices=["sgd", "adam"], default="sgd", help="of local training")
     add("--momentum", type=within(float, 0, 0.999), default=0.0, help="momentum of sgd")
-    add("--lr-decay", type=within(float, 1e-6, 1), default=1.0,
-        help="factor by which the step size falls from round to round")
 
     add = parser.add_argument_group("run").add_argument
     add("--compare", action=BooleanOptionalAction, default=True,
@@ -131,8 +128,8 @@ def add_shared_flags(parser: Parser, example: str) -> None:
     add("--device", default="auto",
         help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one")
     add("--processes", type=whole, metavar="N",
-        help="on Linux, how many processes share a round's clients; no result depends on it"
-        " (default: one per core or GPU, and no more than clients in a round)")
+        help="""on Linux, how many processes share a round's clients; no result depends on it
+        (default: one per core or GPU, and no more than clients in a round)""")
     add("--precision", choices=["float32", "bfloat16", "auto"], default="auto",
         help="of the forward pass; bfloat16: autocast; auto: what is fast here")
     add("--out", metavar="DIR",
@@ -166,7 +163,7 @@ def parse(
     if any(not word or word.endswith("=") for word in argv):
         raise UserError("a flag's value is empty: give one, or leave the flag out")
     method = Path(file).stem
-    about = (doc or method).strip().split("\n\n")[0]
+    about = doc.strip().split("\n\n")[0]
     parser = Parser(
         prog=f"{method}.py",
         usage="python %(prog)s [--flag value ...]",

@@ -25,7 +25,6 @@ PER_CLIENT = {  # column of metrics.csv with a number for each participating cli
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 9,
-    "figure.titlesize": 9,
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -50,7 +49,7 @@ def picture(file: Path, width: float, height: float) -> Iterator[Figure]:
         figure = Figure(figsize=(width, height))
         yield figure
         if not ranks.RANK:
-            figure.savefig(file, metadata={"Software": None})
+            figure.savefig(file)
 
 
 def curves(file: Path, runs: Mapping[str, Sequence]) -> None:
@@ -84,7 +83,7 @@ def panels(file: Path, found: Sequence[tuple], classes: int, ends: Sequence[int]
     several = any(len(values) > 1 for *_, of in found for _, values in of.values())
     with picture(file, 2.6 * len(found), 2.9) as figure:
         all_axes = figure.subplots(1, len(found), squeeze=False)[0]
-        for axes, (column, name, of_labels) in zip(all_axes, found, strict=True):
+        for axes, (column, name, of_labels) in zip(all_axes, found):
             for i, (label, (at, values)) in enumerate(of_labels.items()):
                 mean_and_runs(axes, i, at, values, label)
             if several:
@@ -136,7 +135,7 @@ def clients(run) -> None:
         )
         if len(classes) <= 20:
             held.set_yticks(range(len(classes)), classes)
-        for axes, (title, values) in zip(others, bars.items(), strict=True):
+        for axes, (title, values) in zip(others, bars.items()):
             for i, group in enumerate(dict.fromkeys(groups)):
                 (mine,) = np.nonzero(groups == group)
                 axes.bar(mine, values[mine], color=COLOURS[i % len(COLOURS)], label=group)

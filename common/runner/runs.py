@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from common import RunError, UserError, first_line, ranks, train
 from common.data import Dataset
+from common.folders import say
 from common.runner import plots
 from common.splits import Clients
 
@@ -104,12 +105,8 @@ class Run:
         if before["data"] != self.images:
             raise UserError(f"{self.folder} belongs to other data: use those, or start a new run")
         here = before["machine"].endswith(self.machine)
-        if not here and not ranks.RANK:
-            print(
-                f"{self.folder} began with {before['machine']}, and goes on with "
-                f"{self.machine}, so its last digits may differ",
-                file=sys.stderr,
-            )
+        if not here:
+            say(f"{self.folder} began with {before['machine']}, so its last digits may differ")
         self.machine = before["machine"] if here else f"{before['machine']}, then {self.machine}"
         with suppress(Exception):  # it is missing or damaged
             lines = csv.DictReader((self.folder / "metrics.csv").read_text("utf-8").splitlines())
@@ -192,14 +189,12 @@ class Run:
     def finish(self) -> "Run":
         """Saves the last checkpoint, the confusion, the model and the picture. Returns this run."""
         self.bar.close()
-        if self.t < self.total:
-            print(f"{self.args.name} has ended after round {self.t} of at most {self.total}")
         self.save()
         if ranks.RANK == 0:
             self.next.replace(self.checkpoint)
         if self.confusion is not None:
             self.confusion = self.confusion.cpu()
-            rows = zip(self.classes, self.confusion.tolist(), strict=True)
+            rows = zip(self.classes, self.confusion.tolist())
             header = ["class", *(f"called {name}" for name in self.classes)]
             lines = [header, *([name, *counts] for name, counts in rows)]
             self._write("confusion.csv", _csv(lines))

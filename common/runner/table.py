@@ -51,7 +51,7 @@ def differing(of_names: Mapping[str, Mapping]) -> str:
                 values.append(value)
         if len(values) > 1:
             who = [", ".join(name for has, name in found if has == value) for value in values]
-            pairs = zip(values, who, strict=True)
+            pairs = zip(values, who)
             texts.append(f"{setting} {', '.join(f'{value} ({names})' for value, names in pairs)}")
     return "; ".join(texts)
 
@@ -62,16 +62,13 @@ def unlike(rows: Mapping[str, Sequence]) -> str:
     texts = [differing({label: settings(runs[0], own) for label, runs in rows.items()})]
     *_, last = rows.values()
     for run in last:
-        facts = {}
-        for label, runs in rows.items():
-            for partner in runs:
-                if which(partner) == which(run):
-                    facts[label] = {
-                        "images": partner.images,
-                        "machine": partner.machine,
-                        "rounds": partner.rows[-1]["round"],
-                    }
-        texts.append(differing(facts))
+        of_labels = {
+            label: {"images": r.images, "machine": r.machine, "rounds": r.rows[-1]["round"]}
+            for label, runs in rows.items()
+            for r in runs
+            if which(r) == which(run)
+        }
+        texts.append(differing(of_labels))
     return "; ".join(dict.fromkeys(filter(None, texts)))
 
 
@@ -154,8 +151,8 @@ def table(rows: Mapping[str, Sequence]) -> list[tuple[str, ...]]:
         lines.append(line(label, of_row, domains, text))
         if len(domains) > 1:
             lines += [line(f"{label}, {domain}", of_row, [domain], text) for domain in domains]
-    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
-    return list(zip(*columns, strict=True))
+    columns = [column for column in zip(*lines) if any(column[1:])]
+    return list(zip(*columns))
 
 
 def report(rows: Mapping[str, Sequence]) -> None:
@@ -164,7 +161,7 @@ def report(rows: Mapping[str, Sequence]) -> None:
         f"\nMean of each run's last {LAST} evaluations, or of all if fewer; shares are in percent:"
     )
     lines = table(rows)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
     for cells in lines:
         print("  ".join(map(str.ljust, cells, widths)).rstrip())
     if any("±" in cell for cells in lines for cell in cells):

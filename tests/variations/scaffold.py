@@ -42,7 +42,7 @@ def test_a_stopped_run_goes_on_with_its_control_variates(start, start_and_stop):
     assert outcome(start(fedavg, "--resume cut")) == outcome(whole)
 
 
-@pytest.mark.parametrize("words", ["--optimizer adam", "--momentum 0.9", "--lr-decay 0.9"])
+@pytest.mark.parametrize("words", ["--optimizer adam", "--momentum 0.9"])
 def test_another_optimizer_is_refused(start, words):
     with pytest.raises(UserError, match="plain SGD"):
         start(fedavg, CUT + words)
