@@ -51,11 +51,11 @@ def cells(c):
     paper = show(c.effect, c.column, "+") if c.paper else ""
     there = difference(c, around(level)) if level else ""
     at_level = f"{there}{of_equal(c, around(level))}, round {level}" if c.level() else ""
+    p_of_zero = "" if c.p is None else f", p {show_p(c.p)}"
     found = {
         "method": pm(method, c.column),
         "baseline": pm(baseline, c.column),
-        "difference": difference(c) + (" times" if c.is_ratio else ""),
-        "p of zero": "" if c.p is None else show_p(c.p),
+        "difference": difference(c) + (" times" if c.is_ratio else "") + p_of_zero,
         # README only says how many, and so does a row that takes all
         "seeds": seeds if c.seeds and c.page != "README" else f"{len(c.common)}",
         "the paper, p of equal": paper + of_equal(c),

@@ -85,7 +85,7 @@ def test_a_main_claim_by_another_way(rebuilt):
     )
     low, high = ttest_rel(hull, random).confidence_interval()
     mean = np.mean(hull) - np.mean(random)
-    assert f"| {mean:+.1f} ({low:+.1f} to {high:+.1f}) |" in (rebuilt / BUILT[1]).read_text()
+    assert f"| {mean:+.1f} ({low:+.1f} to {high:+.1f}), p" in (rebuilt / BUILT[1]).read_text()
 
 
 @pytest.mark.parametrize("row", EXPERIMENTS, ids=lambda row: row["experiment"])
@@ -245,7 +245,6 @@ def test_a_row_without_runs_is_refused_and_one_of_a_single_seed_has_no_interval(
         "method": "50.0",
         "baseline": "10.0",
         "difference": "+40.0",
-        "p of zero": "",
         "seeds": "0",
         "the paper, p of equal": "+2.0",
         "ours at its level, p of equal": "",
@@ -282,6 +281,8 @@ def test_sides_with_other_columns_and_other_lengths():
         runs[name] = {0: [{"round": t, column: x} for t, x in enumerate(numbers.split(), 1)]}
     c = loaded(runs, column="id_accuracy ood_accuracy")
     assert c.sides().ravel() == pytest.approx([30, 20])
+    c = loaded(runs, column="id_accuracy ood_accuracy", measure="2")
+    assert c.sides().ravel() == pytest.approx([30, 20]), "the evaluations around round 2"
     c = loaded(runs, column="id_accuracy ood_accuracy", measure="best")
     assert c.sides().ravel() == pytest.approx([60, 20])
     cells = page.cells(c)
