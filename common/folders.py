@@ -27,7 +27,7 @@ from tqdm.contrib.concurrent import thread_map
 from common import UserError, first_line, random_at, ranks
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
-JUNK = (".", "@eaDir", "__MACOSX", "#recycle", "$RECYCLE")  # how systems begin their names
+JUNK = (".", "@", "__MACOSX", "#recycle", "$RECYCLE")  # how systems begin their names
 PARTS = {  # name of a folder in small letters -> which part it is
     "train": "train", "training": "train", "test": "test", "testing": "test",
     "val": "val", "valid": "val", "validation": "val",
@@ -36,9 +36,9 @@ PARTS = {  # name of a folder in small letters -> which part it is
 ALMOST_PART = re.compile(r"(?i)train|trn|test|tst|valid|val(?![a-z])|hold.?out|\b(dev|eval)\b")
 PICTURE = r"\b((jpe?g|png)?images?|imgs?|rgb|inputs?)\b"  # words in names that are no class ...
 ANNOTATION = (
-    r"\b(masks?|labels?( (train )?ids)?|annotations?|(depth|heat)( ?maps?)?|gt|ground ?truth"
+    r"\b(ma?sks?|labels?( (train )?ids)?|anno?(tations?)?|(depth|heat)( ?maps?)?|gt|ground ?truth"
     r"|targets?|seg(mentation)?s?|superpixels?|trimaps?|overlays?|contours?|bbox(es)?"
-    r"|thumb(nail)?s?|pred(iction)?s?|annotated)\b"
+    r"|thumb(nail)?s?|pred(iction)?s?|annotated|rois?|clahe|\d+x\d+)(?![a-z])"
 )
 Row = tuple[str, str, Path]  # train, test or a domain; the class; the image
 
@@ -116,7 +116,8 @@ def refuse_annotations(paths: Sequence[Path]) -> None:
     """
     between_words = r"[\W_]+|(?<=[a-z\d])(?=[A-Z])"
     names = [re.sub(between_words, " ", path.stem).lower() for path in paths]
-    subjects = [" ".join(re.sub(f"{PICTURE}|{ANNOTATION}", "", name).split()) for name in names]
+    marks = rf"(?<=\w ){ANNOTATION} ?\d+$|{PICTURE}|{ANNOTATION}"  # in case 1 mask 2, both words
+    subjects = [" ".join(re.sub(marks, "", name).split()) for name in names]
     count, are_pairs = Counter(subjects), 2 * len({*names}) <= len(names)
     for path, name, subject in zip(paths, names, subjects):
         is_second = count[subject] > 1 and (are_pairs or re.search(ANNOTATION, name))
@@ -182,7 +183,7 @@ def few(names: Sequence[str]) -> str:
 
 
 def say(text: str) -> None:
-    if ranks.LOCAL_RANK == 0:
+    if not ranks.LOCAL_RANK:
         print(text, file=sys.stderr)
 
 

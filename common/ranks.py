@@ -74,10 +74,10 @@ def start(work: Callable[[], object], count: int) -> object:
         except ProcessExitedException as e:
             for error in folder.glob("error*"):
                 raise pickle.loads(error.read_bytes()) from None
-            message = f"a process was ended by {e.signal_name or 'sys.exit'}"
-            if e.signal_name == "SIGKILL":
-                message += ", perhaps for lack of memory: use fewer --processes"
-            raise ChildProcessError(message) from e
+            raise ChildProcessError(
+                f"a process was ended by {e.signal_name or 'sys.exit'}: if memory is short, use "
+                "fewer --processes"
+            ) from e
         finally:
             for process in multiprocessing.active_children():
                 process.kill()

@@ -126,8 +126,8 @@ def selections(rows) -> list[list[int]]:
 
 def kept(folder) -> dict:
     """What the run in this folder keeps for its next round."""
-    file = folder / "checkpoint.pt"
-    return torch.load(file if file.exists() else folder / "next.pt")["state"]
+    file = folder / "next.pt"
+    return torch.load(file if file.exists() else folder / "checkpoint.pt")["state"]
 
 
 def outcome(folder) -> tuple[list[bytes], list[dict[str, str]]]:

@@ -1,13 +1,14 @@
 import os
 import re
 import struct
+import subprocess
 import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from helpers import drawn, lines_of, sort_images
+from helpers import ROOT, drawn, lines_of, sort_images
 from PIL import Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import rotate
@@ -152,6 +153,9 @@ cat/x.jpg, cat/x-GT.png -> x-GT.png has the name
 cat/img_1.jpg, cat/label_1.png -> label_1.png has the name
 cat/x.jpg, cat/xSegmentation.png -> xSegmentation.png has the name
 cat/x.jpg, cat/x.png, dog -> cat/x.jpg has the name
+cat/case_1.png, cat/case_1_mask_2.png -> case_1_mask_2.png has the name
+cat/x.jpg, cat/x_msk0.jpg -> x_msk0.jpg has the name
+cat/x.jpg, cat/x-150x150.jpg -> x-150x150.jpg has the name
 """
 
 
@@ -177,6 +181,14 @@ def test_pixels_labels_and_parts_belong_together(pets, tmp_path, capsys):
     (split / "Train/cat/again.png").symlink_to(split / "test/cat/0.png")
     image_folder(split, 8)
     assert "1 images are copies of others" in capsys.readouterr().err
+
+
+def test_its_clients_train_in_two_processes(pets, tmp_path):
+    """The threads that decode images must have ended when the ranks are forked."""
+    words = "--model cnn --width 0.1 --image-size 8 --rounds 1 --partition iid --clients 2 "
+    words += "--sample 2 --participating 2 --local-epochs 1 --no-compare --processes 2 --dataset"
+    program = [sys.executable, ROOT / "fedavg.py", *words.split(), pets]
+    assert subprocess.run(program, cwd=tmp_path, capture_output=True).returncode == 0
 
 
 def test_a_link_is_what_it_leads_to(pets):

@@ -285,9 +285,7 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"}
 TORCHRUN |= {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
-@pytest.mark.parametrize(
-    ("missing", "expected"), [("", (1, 2)), ("TORCHELASTIC_RUN_ID", (0, 1)), ("RANK", (0, 1))]
-)
+@pytest.mark.parametrize(("missing", "expected"), [("", (1, 2)), ("TORCHELASTIC_RUN_ID", (0, 1))])
 def test_only_torchrun_sets_the_rank(monkeypatch, missing, expected):
     """Cluster software sets RANK, too. A lone process with rank 1 would write nothing."""
     for name, value in TORCHRUN.items():

@@ -43,7 +43,6 @@ def launch(main: Callable[[], object]) -> None:
         if "gloo" not in str(e):
             raise
         code, parts = 1, ["another process has ended, so this one stops"]
-    if ranks.LOCAL_RANK == 0:
-        end_of_bar = "\n" if sys.stderr.isatty() or parts[1:] else ""  # of a killed rank's
-        print(f"{end_of_bar}{Path(sys.argv[0]).name}: {'; '.join(parts)}", file=sys.stderr)
+    if not ranks.LOCAL_RANK:
+        print(f"\n{Path(sys.argv[0]).name}: {'; '.join(parts)}", file=sys.stderr)
     sys.exit(code)

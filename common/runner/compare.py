@@ -129,17 +129,18 @@ def run(
         if run.rows:
             for name in trainer.cost():
                 setattr(trainer, name, run.rows[-1].get(name, 0))
-        rounds, first, told = federate(own, clients, trainer, run.state), {}, False
+        rounds, first, say_once = federate(own, clients, trainer, run.state), {}, lru_cache(say)
+        if run.ended:
+            return run.finish()
         devices.seed_all(own.seed, "round", run.t + 1)
         try:
             for state, row in rounds:
                 run.record(state, row)
                 now = kept_aside(rounds, state)
                 changed = [name for name in now if now[name] != first.setdefault(name, now[name])]
-                if changed and not told:
-                    told = True
-                    say(f"\nfederate() changes {few(changed)}, but does not yield it in the state: "
-                        "after --resume it would be as at the start")  # fmt: skip
+                if changed:
+                    say_once(f"\nfederate() changes {few(changed)}, but does not yield it in the "
+                             "state: after --resume it would be as at the start")  # fmt: skip
                 devices.seed_all(own.seed, "round", run.t + 1)
         except SystemExit as e:
             raise UserError("sys.exit() has ended it, so return from federate() instead") from e
@@ -154,7 +155,7 @@ def run(
 
     runs, failed = {}, []
     try:
-        for i, plan in enumerate(plans, start=1):
+        for plan in plans:
             rounds = args.rounds
             for own in plan:
                 own.rounds = rounds
@@ -173,8 +174,6 @@ def run(
                 else:
                     runs.setdefault(own.name, []).append(run)
                     rounds = run.t  # a baseline stops when the method has stopped
-            if several:
-                print(f"{i} of {len(plans)} done")
         if runs:
             show(args, runs)
     except (KeyboardInterrupt, OSError) as e:
@@ -196,9 +195,9 @@ def kept_aside(rounds: Generator, state: dict) -> dict[str, bytes]:
     found = {}
     with suppress(Exception):  # no generator, or no source
         before_loop = re.split(r"\n +(?:for|while) ", inspect.getsource(rounds.gi_code))[0]
-        for name in {*re.findall(r"(\w+)(?=[\w, ]* = )", before_loop)} - state.keys():
-            value = rounds.gi_frame.f_locals.get(name)
+        for name in {*re.findall(r"(\w+)(?=[\w, :]* = )", before_loop)} - state.keys():
             with suppress(Exception):
+                value = rounds.gi_frame.f_locals[name]
                 if not isinstance(value, torch.nn.Module | torch.nn.Parameter):
                     found[name] = pickle.dumps(value)
     return found
@@ -237,11 +236,11 @@ def describe(name: str, runs: Sequence[Run]) -> None:
     """Prints what the models do at the end, class by class, on the OOD or else the ID samples."""
     if any(run.confusion is None for run in runs):
         return
-    classes = runs[0].classes
     confusion = sum(run.confusion for run in runs)
     labels, hits = confusion.sum(1), confusion.diagonal()
     # A class without a sample has no share
-    right = [f"{classes[c]}: {100 * hits[c] / labels[c]:.1f}" for c in labels.nonzero().flatten()]
+    seen = labels.nonzero().flatten()
+    right = [f"{runs[0].classes[c]}: {100 * hits[c] / labels[c]:.1f}" for c in seen]
     print(f"{name}, right at the last evaluation, by class: {', '.join(right)}")
 
 

@@ -196,8 +196,8 @@ def parse(
         refuse_useless(args, typed)
         args.method = method
         args.is_example = not typed.keys() - MAY_CHANGE - {"out", "seeds", "precision"}
-    now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # several runs may start in the same second
-    args.out = str(Path(args.out or f"runs/{method}-{Path(args.dataset).stem}-{now}"))
+    name = f"{method}-{Path(args.dataset).stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+    args.out = str(Path(args.out or f"runs/{name}"))
     args.code = code
     return args
 
@@ -212,8 +212,8 @@ def code_of(file: str) -> dict[str, str]:
     installed = rf".*(site|dist)-packages|{re.escape(sysconfig.get_path('stdlib'))}"
     files = {f for f in files if re.match(rf"(?!{installed}).*[/\\].*\.py$", f)}
     if getattr(sys.modules["__main__"], "__file__", None) != file:
-        files = {file}
-    files.update(map(str, Path(__file__).parents[1].rglob("*.py")))
+        files = set()
+    files.update([file], map(str, Path(__file__).parents[1].rglob("*.py")))
     here = Path(file).parent
     return {relpath(f, here): sha1(Path(f).read_bytes()).hexdigest()[:7] for f in sorted(files)}
 

@@ -70,7 +70,8 @@ def curves(file: Path, runs: Mapping[str, Sequence]) -> None:
             of_labels[label] = at, values * (100 if in_percent(column) else 1)
         found.append((column, measure.title, of_labels))
     *ends, _ = {row.get("iteration"): row["round"] for row in first.rows}.values()
-    panels(file, found, len(first.classes), ends)
+    if found:
+        panels(file, found, len(first.classes), ends)
 
 
 def panels(file: Path, found: Sequence[tuple], classes: int, ends: Sequence[int] = ()) -> None:
@@ -117,7 +118,7 @@ def clients(run) -> None:
     m, classes = run.clients.participating, run.classes
     bars = {}
     if run.rows:
-        selected = [k for row in run.rows for k in row["selected"]]
+        selected = [k for row in run.rows for k in row.get("selected", ())]
         bars["rounds in which it trained"] = np.bincount(selected, minlength=m)
     for column, title in PER_CLIENT.items():
         found = [row[column] for row in run.rows if len(row.get(column, ())) == m]
@@ -140,9 +141,8 @@ def clients(run) -> None:
                 (mine,) = np.nonzero(groups == group)
                 axes.bar(mine, values[mine], color=COLOURS[i % len(COLOURS)], label=group)
             axes.set(title=title)
-        if m < counts.shape[1]:
-            for axes in rows[:, 0]:
-                axes.axvline(m - 0.5, color="black", lw=0.8)
+        for axes in rows[:, 0]:
+            axes.axvline(m - 0.5, color="black", lw=0.8)
         rows[-1, 0].set(xlabel=f"client (0 to {m - 1} participate)")
         rows[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
         if bars and any(groups):

@@ -1,8 +1,10 @@
 """A run and its folder: flags, metrics, checkpoint, model and pictures, and the progress bar.
 
 A run can be killed at any time, and goes on with `--resume`: each file is written whole, and the
-checkpoint is some 30 seconds old. A new one takes its place when the round after it has ended. So a
-resumed run repeats a round at least, and notices if it comes out otherwise.
+checkpoint is some 30 seconds old. A new one, next.pt, takes its place when the round after it has
+ended. So a resumed run repeats a round at least, and notices if it comes out otherwise. While it
+repeats rounds, nothing in the folder changes. At the end next.pt is the last state, and a run that
+is made longer goes on from the checkpoint before that.
 """
 
 import csv
@@ -30,10 +32,11 @@ from common.folders import say
 from common.runner import plots
 from common.splits import Clients
 
+tqdm.monitor_interval = 0  # its thread would be lost in the forked ranks
 SAVE_EVERY = 30  # seconds between two checkpoints
 ANEW = "start a new run, or with several seeds delete this one's folder and resume"
 ON_THE_BAR = {"train_loss": "loss", "id_accuracy": "ID", "ood_accuracy": "OOD"}
-KEPT = ("state", "rows", "confusion")  # what a checkpoint has
+KEPT = ("state", "rows", "confusion", "ended")  # what a checkpoint has
 
 
 class Run:
@@ -43,6 +46,7 @@ class Run:
             the model
     rows    what metrics.csv holds, one dict per round, with numbers as numbers and lists as lists
     t       the last finished round
+    ended   how many rounds it could have had when it ended, or 0
     images  a number that changes if the data do
     machine  see machine_of
 
@@ -61,6 +65,7 @@ class Run:
         self.args, self.clients, self.folder = args, clients, Path(args.out)
         self.checkpoint, self.next = self.folder / "checkpoint.pt", self.folder / "next.pt"
         self.model, self.state, self.rows, self.t = model, {}, [], 0
+        self.ended, self.has_saved = 0, False
         self.confusion = None  # of the last evaluation, [classes, classes]
         self.classes, self.images = data.classes, data.fingerprint()
         self.machine = machine_of(device)
@@ -71,7 +76,7 @@ class Run:
         goes_on = args.resume and (self.folder / "args.json").exists()
         if goes_on:
             self._take_up(device)
-        about = {
+        self.about = {
             "flags": vars(args),
             "data": self.images,
             "classes": self.classes,
@@ -83,15 +88,11 @@ class Run:
         weights = train.get_weights(model).double().sum().item()
         facts |= {"data": self.images, "initial weights": weights, "round": self.t}
         ranks.agree(facts, "", "start all alike")
-        if ranks.RANK == 0:
-            write_args(self.folder, about, goes_on)
-            self.next.unlink(missing_ok=True)  # later than the checkpoint, and not yet repeated
-            (self.folder / "model.pt").unlink(missing_ok=True)  # which says that it has finished
-            if self.rows:
-                self._write_metrics()  # in its place may be those of more rounds
+        if not ranks.RANK and not goes_on:
+            write_args(self.folder, self.about, goes_on)
             plots.clients(self)
         self.bar = tqdm(
-            desc=f"{args.name} round {self.t}",
+            desc=f"{args.name}, seed {args.seed}, round {self.t}",
             total=self.total,
             initial=self.t,
             bar_format="{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
@@ -111,23 +112,23 @@ class Run:
         with suppress(Exception):  # it is missing or damaged
             lines = csv.DictReader((self.folder / "metrics.csv").read_text("utf-8").splitlines())
             self.seen = {int(line["round"]): line for line in lines} if here else {}
-        if not self.checkpoint.exists():
-            return
-        try:
-            found = torch.load(self.checkpoint, weights_only=True, map_location=device)
-            for name in KEPT:
-                setattr(self, name, found[name])
-        except Exception as e:  # there are many types for a file that is damaged
-            why = f"{self.checkpoint} cannot be read ({type(e).__name__})"
-            raise RunError(f"{why}: {ANEW}") from e
-        self.t = self.rows[-1]["round"]
+        for file in filter(Path.exists, (self.checkpoint, self.next)):
+            try:
+                found = torch.load(file, weights_only=True, map_location=device)
+                if file == self.checkpoint or found["ended"] == self.total:
+                    last = found["rows"][-1]
+                    vars(self).update(found, t=last["round"])
+                    self.started = time.monotonic() - last["seconds"]
+            except Exception as e:  # there are many types for a file that is damaged
+                raise RunError(f"{file} cannot be read ({type(e).__name__}): {ANEW}") from e
         if self.t > self.total:
             raise UserError(f"{self.folder} has had {self.t} rounds: choose --rounds accordingly")
-        self.started -= self.rows[-1]["seconds"]
 
     def progress(self, t: int, share: float) -> None:
         """Moves the clock by this share of round t. Training before round 1 counts as none."""
-        self.bar.set_description(f"{self.args.name} round {t}/{self.total}", refresh=False)
+        self.bar.set_description(
+            f"{self.args.name}, seed {self.args.seed}, round {t}/{self.total}", refresh=False
+        )
         self.bar.update(min(share, t - self.bar.n))
 
     def record(self, state: dict, row: dict) -> None:
@@ -142,8 +143,8 @@ class Run:
 
         Adds the norm of the model's weights, by which two runs can be compared. Raises UserError if
         a value is something else, if a resumed run could not read the state, or if a round that a
-        kill has undone comes out otherwise than before. (A column with `_seconds` or `time` in its
-        name may.)
+        kill has undone comes out otherwise than before. (A column with `seconds` in its name
+        may.)
         """
         if taken := {"round", "seconds", "norm"} & row.keys():
             raise UserError(f"{' and '.join(taken)} is a column already: choose another name")
@@ -155,8 +156,7 @@ class Run:
         row = {column: _plain(value, column) for column, value in row.items()}
         before = self.seen.get(self.t, {})
         for column, value in row.items():
-            is_clock = "_seconds" in column or "time" in column
-            if not is_clock and before.get(column) not in (None, "", _cell(value)):
+            if "seconds" not in column and before.get(column) not in (None, "", _cell(value)):
                 raise UserError(
                     f"{self.folder}: round {self.t} has another {column} than before the run was "
                     "stopped, so federate() needs something that is not in the state that it "
@@ -164,12 +164,17 @@ class Run:
                 )
         seconds = round(time.monotonic() - self.started, 2)
         self.rows.append({"round": self.t, "seconds": seconds, **row})
-        self._write_metrics()
-        if ranks.RANK == 0 and self.next.exists():
-            self.next.replace(self.checkpoint)
         self.bar.update(self.t - self.bar.n)
         shown = [f"{name} {row[c]:.3g}" for c, name in ON_THE_BAR.items() if c in row]
         self.bar.set_postfix_str("  ".join(shown), refresh=False)
+        if self.t < max(self.seen, default=0):  # it still repeats rounds
+            return
+        self._write_metrics()
+        if not ranks.RANK:
+            (self.folder / "model.pt").unlink(missing_ok=True)  # which says that it has finished
+            if self.has_saved:
+                self.next.replace(self.checkpoint)
+                self.has_saved = False
         if time.monotonic() > self.save_at:
             self.save()
 
@@ -177,21 +182,22 @@ class Run:
         """Writes the next checkpoint. Raises UserError if it cannot be read again."""
         try:
             self._write(self.next.name, {name: getattr(self, name) for name in KEPT})
-            if ranks.RANK == 0:  # takes a millisecond, because meta leaves out the numbers
+            if not ranks.RANK:  # takes a millisecond, because meta leaves out the numbers
+                write_args(self.folder, self.about, True)
                 torch.load(self.next, weights_only=True, map_location="meta")
         except (PickleError, AttributeError, TypeError) as e:  # the last two are of a lambda
             raise UserError(
                 "federate() yielded a state with something else than numbers and tensors, so no "
                 "run could resume from it: convert it, as torch.from_numpy does with an array"
             ) from e
-        self.save_at = time.monotonic() + SAVE_EVERY
+        self.save_at, self.has_saved = time.monotonic() + SAVE_EVERY, True
 
     def finish(self) -> "Run":
-        """Saves the last checkpoint, the confusion, the model and the picture. Returns this run."""
+        """Saves the last state, the confusion, the model and the picture. Returns this run."""
         self.bar.close()
+        self.ended = self.total
         self.save()
-        if ranks.RANK == 0:
-            self.next.replace(self.checkpoint)
+        self._write_metrics()  # in its place may be those of more rounds
         if self.confusion is not None:
             self.confusion = self.confusion.cpu()
             rows = zip(self.classes, self.confusion.tolist())
@@ -210,7 +216,7 @@ class Run:
         self._write("metrics.csv", _csv([columns, *cells]))
 
     def _write(self, name: str, content: str | dict) -> None:
-        if ranks.RANK == 0:
+        if not ranks.RANK:
             write_whole(self.folder / name, content)
 
 
