@@ -123,8 +123,8 @@ class Comparison(SimpleNamespace):
         papers = [f"{text} ± 0".split("±")[:2] for text in papers]  # not given, a deviation is 0
         self.paper_means, self.paper_deviations = np.array(papers, float).T
         self.effect = self.paper_means[0] - self.paper_means[1]
-        self.p = None  # corrected, if the comparison belongs to a family
-        self.is_ratio = self.measure == "ratio"
+        # p is corrected, if the comparison belongs to a family
+        self.p, self.is_ratio = None, self.measure == "ratio"
         columns = self.column.split()
         found = [
             [[series(of_seeds[seed], column) for of_seeds in side] for seed in self.common]
@@ -184,5 +184,4 @@ class Comparison(SimpleNamespace):
 
 def recorded_runs():
     """All runs of all CSVs: experiment -> seed -> run."""
-    planned = read_csv(RESULTS / "experiments.csv")
-    return read(*{csv_of(row["experiment"]) for row in planned})
+    return read(*{csv_of(row["experiment"]) for row in read_csv(RESULTS / "experiments.csv")})

@@ -215,7 +215,3 @@ def test_what_is_no_run_is_refused(tmp_path, compared):
             compared(folder)
     with pytest.raises(UserError, match="nowhere: no such folder"):
         compared("nowhere", "one")
-
-
-def test_a_number_has_the_digits_of_its_unit():
-    assert [table.show(0, column) for column in ("ood_accuracy", "mE")] == ["0.0", "0.000"]

@@ -742,7 +742,8 @@ def test_all_seeds_keep_the_precision_that_the_first_node_has_picked(start, monk
     assert all(len(read_rows(folder / f"seed{seed}")) == 2 for seed in (1, 2))
 
 
-def test_metrics_that_were_cut_are_whole_after_resume(start, whole):
-    expected = outcome(whole(fedavg))
+@pytest.mark.parametrize("method", CUTS)
+def test_metrics_that_were_cut_are_whole_after_resume(start, whole, method):
+    expected = outcome(whole(method))
     Path("whole/metrics.csv").write_text("round,seconds\n1,0.5\n")
-    assert outcome(start(fedavg, "--resume whole/")) == expected
+    assert outcome(start(method, "--resume whole/")) == expected

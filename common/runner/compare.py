@@ -129,9 +129,8 @@ def run(
         if run.rows:
             for name in trainer.cost():
                 setattr(trainer, name, run.rows[-1].get(name, 0))
-        rounds, first, say_once = federate(own, clients, trainer, run.state), {}, lru_cache(say)
-        if run.ended:
-            return run.finish()
+        rounds = () if run.ended else federate(own, clients, trainer, run.state)
+        first, say_once = {}, lru_cache(say)
         devices.seed_all(own.seed, "round", run.t + 1)
         try:
             for state, row in rounds:

@@ -159,8 +159,8 @@ class Run:
             if "seconds" not in column and before.get(column) not in (None, "", _cell(value)):
                 raise UserError(
                     f"{self.folder}: round {self.t} has another {column} than before the run was "
-                    "stopped, so federate() needs something that is not in the state that it "
-                    "yields: put it there, and start a new run (name a clock's column my_seconds)"
+                    "stopped, so federate() does not begin after state['t'], or needs something "
+                    "that it does not yield in the state (name a clock's column my_seconds)"
                 )
         seconds = round(time.monotonic() - self.started, 2)
         self.rows.append({"round": self.t, "seconds": seconds, **row})
@@ -193,10 +193,8 @@ class Run:
         self.save_at, self.has_saved = time.monotonic() + SAVE_EVERY, True
 
     def finish(self) -> "Run":
-        """Saves the last state, the confusion, the model and the picture. Returns this run."""
+        """Saves the confusion, the model, the picture and the last state. Returns this run."""
         self.bar.close()
-        self.ended = self.total
-        self.save()
         self._write_metrics()  # in its place may be those of more rounds
         if self.confusion is not None:
             self.confusion = self.confusion.cpu()
@@ -204,9 +202,12 @@ class Run:
             header = ["class", *(f"called {name}" for name in self.classes)]
             lines = [header, *([name, *counts] for name, counts in rows)]
             self._write("confusion.csv", _csv(lines))
-        train.set_weights(self.model, weights_in(self.state))
-        self._write("model.pt", {key: t.cpu() for key, t in self.model.state_dict().items()})
-        plots.clients(self)
+        if not self.ended:
+            train.set_weights(self.model, weights_in(self.state))
+            self._write("model.pt", {key: t.cpu() for key, t in self.model.state_dict().items()})
+            plots.clients(self)
+            self.ended = self.total
+            self.save()
         self.state, self.model, self.bar = {}, None, None  # a table of updates may be large
         return self
 
@@ -225,7 +226,7 @@ def weights_in(state: dict) -> Tensor:
     for name in ("w", "theta"):
         if name in state:
             return state[name]
-    raise UserError("federate() yields a state without the model: call it w, or theta")
+    raise UserError("federate() yields no state, or one without the model: call it w, or theta")
 
 
 def machine_of(device: torch.device) -> str:
