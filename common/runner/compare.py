@@ -116,12 +116,12 @@ def run(
 
     def run_one(own: Namespace) -> Run:
         device, own.precision = devices.set_up(own.device, own.precision, own.model)
-        if several and own is plans[0][0] and not ranks.RANK:
-            flags = {**vars(args), "precision": own.precision}
-            write_args(Path(args.out), {"flags": flags}, args.resume)
         dataset = data_of(own.seed)
         clients, model = assemble(own, dataset, build)
         run = Run(own, dataset, clients, model, device)
+        if several and own is plans[0][0] and not ranks.RANK:  # Run() may have refused the flags
+            flags = {**vars(args), "precision": own.precision}
+            write_args(Path(args.out), {"flags": flags}, True)
         trainer = Trainer(
             dataset, clients, model, device, local_training(own), own.seed, own.precision,
             own.evaluate_every, own.rounds, run.progress,

@@ -71,7 +71,7 @@ class Run:
         self.machine = machine_of(device)
         self.started = time.monotonic()
         self.save_at = 0.0  # the first round is saved at once
-        self.seen = {}  # round -> its line in metrics.csv, of rounds that a kill has undone
+        self.seen = {0: {}}  # round -> its line in metrics.csv, of rounds that a kill has undone
         self.total = args.rounds + (args.iterations - 1) * args.later_rounds  # the most
         goes_on = args.resume and (self.folder / "args.json").exists()
         if goes_on:
@@ -85,8 +85,7 @@ class Run:
         }
         own = {"out", "resume", "device", "data_dir", "dataset", "processes"}  # of each machine
         facts = {flag: value for flag, value in vars(args).items() if flag not in own}
-        weights = train.get_weights(model).double().sum().item()
-        facts |= {"data": self.images, "initial weights": weights, "round": self.t}
+        facts |= {"data": self.images, "round": self.t}
         ranks.agree(facts, "", "start all alike")
         if not ranks.RANK and not goes_on:
             write_args(self.folder, self.about, goes_on)
@@ -111,18 +110,19 @@ class Run:
         self.machine = before["machine"] if here else f"{before['machine']}, then {self.machine}"
         with suppress(Exception):  # it is missing or damaged
             lines = csv.DictReader((self.folder / "metrics.csv").read_text("utf-8").splitlines())
-            self.seen = {int(line["round"]): line for line in lines} if here else {}
+            self.seen |= {int(line["round"]): line for line in lines} if here else {}
         for file in filter(Path.exists, (self.checkpoint, self.next)):
             try:
                 found = torch.load(file, weights_only=True, map_location=device)
-                if file == self.checkpoint or found["ended"] == self.total:
+                has_model = (self.folder / "model.pt").exists()
+                if file == self.checkpoint or (has_model and found["ended"] == self.total):
                     last = found["rows"][-1]
                     vars(self).update(found, t=last["round"])
                     self.started = time.monotonic() - last["seconds"]
             except Exception as e:  # there are many types for a file that is damaged
                 raise RunError(f"{file} cannot be read ({type(e).__name__}): {ANEW}") from e
-        if self.t > self.total:
-            raise UserError(f"{self.folder} has had {self.t} rounds: choose --rounds accordingly")
+        if max(self.t, *self.seen) > self.total:
+            raise UserError(f"{self.folder} has had more rounds: choose --rounds accordingly")
 
     def progress(self, t: int, share: float) -> None:
         """Moves the clock by this share of round t. Training before round 1 counts as none."""
@@ -167,7 +167,7 @@ class Run:
         self.bar.update(self.t - self.bar.n)
         shown = [f"{name} {row[c]:.3g}" for c, name in ON_THE_BAR.items() if c in row]
         self.bar.set_postfix_str("  ".join(shown), refresh=False)
-        if self.t < max(self.seen, default=0):  # it still repeats rounds
+        if self.t < max(self.seen):  # it still repeats rounds
             return
         self._write_metrics()
         if not ranks.RANK:
@@ -198,9 +198,9 @@ class Run:
         self._write_metrics()  # in its place may be those of more rounds
         if self.confusion is not None:
             self.confusion = self.confusion.cpu()
-            rows = zip(self.classes, self.confusion.tolist())
-            header = ["class", *(f"called {name}" for name in self.classes)]
-            lines = [header, *([name, *counts] for name, counts in rows)]
+            lines = [["class", *(f"called {name}" for name in self.classes)]]
+            for name, counts in zip(self.classes, self.confusion.tolist()):
+                lines.append([name, *counts])
             self._write("confusion.csv", _csv(lines))
         if not self.ended:
             train.set_weights(self.model, weights_in(self.state))
