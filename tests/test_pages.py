@@ -282,7 +282,7 @@ def test_sides_with_other_columns_and_other_lengths():
     c = loaded(runs, column="id_accuracy ood_accuracy")
     assert c.sides().ravel() == pytest.approx([30, 20])
     c = loaded(runs, column="id_accuracy ood_accuracy", measure="2")
-    assert c.sides().ravel() == pytest.approx([30, 20]), "the evaluations around round 2"
+    assert c.sides().ravel() == pytest.approx([30, 20])
     c = loaded(runs, column="id_accuracy ood_accuracy", measure="best")
     assert c.sides().ravel() == pytest.approx([60, 20])
     cells = page.cells(c)

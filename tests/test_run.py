@@ -550,13 +550,13 @@ def test_a_repeated_round_has_the_same_columns_but_for_a_clock(new_run):
 
 
 def test_variables_that_change_beside_the_state_are_named(start, monkeypatch, capsys):
-    """Not those that stay, nor the model, which the trainer sets."""
+    """Not the model, which the trainer sets."""
 
     def federate(args, clients, trainer, state):
         model, w = trainer.model, trainer.initial
-        ema, seen, scale = w, [], 0.5
+        ema, seen = w, []
         for t in (1, 2):
-            w = scale * w
+            w = 0.5 * w
             ema = ema + w
             seen.append(t)
             model.classifier[2].bias.data.fill_(t)
