@@ -22,4 +22,4 @@ def test_a_redirected_stderr_is_short(launched, start, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "stderr", file)
         assert launched(fedavg, f"{TINY} --rounds 9 --out file", start)[0] == 0
     bars = re.findall(r"\d+%\|", (tmp_path / "log.txt").read_text())
-    assert len(bars) <= 3, "a file gets a line per minute, not per round"
+    assert len(bars) <= 3  # a file gets a line per minute, not per round
