@@ -179,8 +179,8 @@ def pools(data: Dataset, partition: str, test_domain: str | None) -> tuple[Tenso
     """The samples that the clients divide, and the OOD samples: two int64 tensors.
 
     Without a test domain, they are the standard training and test sets, but silos have no OOD
-    samples. With a test domain, all its samples are OOD, and the clients divide those of the
-    others, of both the training and the test set, as in Guo et al. (silos: of the training set).
+    samples. With a test domain, all its samples are OOD, and the clients divide the others. These
+    are of both the training and the test set, as in Guo et al., or for silos of the former alone.
     """
     is_silos = partition == "silos"
     if data.domain is None and (test_domain or is_silos or partition == "domain"):

@@ -88,7 +88,7 @@ class Run:
         facts |= {"data": self.images, "round": self.t}
         ranks.agree(facts, "", "start all alike")
         if not ranks.RANK and not goes_on:
-            write_args(self.folder, self.about, goes_on)
+            write_args(self.folder, self.about, False)
             plots.clients(self)
         self.bar = tqdm(
             desc=f"{args.name}, seed {args.seed}, round {self.t}",
@@ -121,8 +121,8 @@ class Run:
                     self.started = time.monotonic() - last["seconds"]
             except Exception as e:  # there are many types for a file that is damaged
                 raise RunError(f"{file} cannot be read ({type(e).__name__}): {ANEW}") from e
-        if max(self.t, *self.seen) > self.total:
-            raise UserError(f"{self.folder} has had more rounds: choose --rounds accordingly")
+        if (done := max(self.t, *self.seen)) > self.total:
+            raise UserError(f"{self.folder} has had {done} rounds: allow as many, or more")
 
     def progress(self, t: int, share: float) -> None:
         """Moves the clock by this share of round t. Training before round 1 counts as none."""
