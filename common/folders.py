@@ -14,8 +14,6 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +25,15 @@ from tqdm.contrib.concurrent import thread_map
 from common import UserError, first_line, random_at, ranks
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
-JUNK = (".", "@", "__MACOSX", "#recycle", "$RECYCLE")  # how systems begin their names
+JUNK = (".", "@", "__MACOSX", "#recycle", "$RECYCLE", "lost+found", "System Volume Information")
 PARTS = {  # name of a folder in small letters -> which part it is
     "train": "train", "training": "train", "test": "test", "testing": "test",
     "val": "val", "valid": "val", "validation": "val",
 }  # fmt: skip
-# In seg_test, which is no domain
-ALMOST_PART = re.compile(r"(?i)train|trn|test|tst|valid|val(?![a-z])|hold.?out|\b(dev|eval)\b")
+ALMOST_PART = re.compile(  # in seg_test and Augmented, which are no domains, but not in strain
+    r"(?i:(?<!s)train|trn|test|tst|valid|hold.?out|\b(dev|eval)\b|augment)"
+    r"|(?<![a-z])val(?![a-z])|Val(?![a-z])"
+)
 PICTURE = r"\b((jpe?g|png)?images?|imgs?|rgb|inputs?)\b"  # words in names that are no class ...
 ANNOTATION = (
     r"\b(ma?sks?|labels?( (train )?ids)?|anno?(tations?)?|(depth|heat)( ?maps?)?|gt|ground ?truth"
@@ -77,7 +77,10 @@ def image_folder(folder: Path, image_size: int) -> dict:
     x = decode(images, image_size)
     copies = len(x) - len({hash(image.numpy().tobytes()) for image in x})
     if copies:
-        say(f"{folder}: {copies} images are copies of others, on which a model may have trained")
+        say(
+            f"{folder}: {copies} images are copies of others (or show nothing), so a model may "
+            "have trained on what it is tested on"
+        )
     return {
         "x": x, "y": torch.tensor([classes.index(name) for name in class_of]),
         "train": train, "test": test, "classes": classes, "domains": domains,
@@ -118,13 +121,15 @@ def refuse_annotations(paths: Sequence[Path]) -> None:
     names = [re.sub(between_words, " ", path.stem).lower() for path in paths]
     marks = rf"(?<=\w ){ANNOTATION} ?\d+$|{PICTURE}|{ANNOTATION}"  # in case 1 mask 2, both words
     subjects = [" ".join(re.sub(marks, "", name).split()) for name in names]
-    count, are_pairs = Counter(subjects), 2 * len({*names}) <= len(names)
+    are_pairs = 2 * len({*names}) <= len(names)
+    plain = Counter(s for s, name in zip(subjects, names) if not re.search(ANNOTATION, name))
     for path, name, subject in zip(paths, names, subjects):
-        is_second = count[subject] > 1 and (are_pairs or re.search(ANNOTATION, name))
-        if is_second or (path.is_dir() and name.strip() and not subject):
+        is_second = plain[subject] > 0 if re.search(ANNOTATION, name) else are_pairs
+        is_mark = re.search(marks, name) and not subject.strip("0123456789")  # images_001, too
+        if is_second or (path.is_dir() and is_mark):
             raise UserError(
                 f"{path} has the name of an annotation, not of a class or a picture: take it away, "
-                "rename it, or give the folder itself if it holds the classes"
+                "rename it, move its images up, or give the folder itself if it holds the classes"
             )
 
 
@@ -141,7 +146,7 @@ def understand(folder: Path, images: Sequence[Path]) -> list[Row]:
         raise UserError(
             f"{folder} is not CLASS/*, train|test/CLASS/* or DOMAIN/CLASS/*, because images lie "
             f"{where}: move them, or give {deep.parent} if {deep.name} is a class, or "
-            f"{deep.parent.parent} if {deep.parent.name} is a domain"
+            f"{deep.parent.parent} if {deep.parent.name} is a domain or train"
         )
     almost = {}  # train or test -> the classes that are called so, but train may be a vehicle
     for name in sorted({row[-2] for row in rows}):
@@ -159,7 +164,7 @@ def understand(folder: Path, images: Sequence[Path]) -> list[Row]:
     if "domain" in parts or len(parts) < max(2, len(part_of)) or "train" not in parts:
         raise UserError(
             f"{folder} holds {few([*part_of])}: neither train and test (or val) nor several "
-            f"domains, so rename or remove some, or give {folder / min(part_of)}, say"
+            f"domains, so rename or remove some, or give {folder / max(part_of)}, say"
         )
     if {"test", "val"} <= parts:
         say(f"{folder}: images for validation are left out, because there are test images")
@@ -170,10 +175,11 @@ def understand(folder: Path, images: Sequence[Path]) -> list[Row]:
 def with_a_fifth_for_testing(rows: Sequence[tuple[str, Path]]) -> list[Row]:
     """Draws a fifth of each class for testing, or at least one image, and always the same."""
     rng, drawn = random_at(0, "test"), []
-    for _, group in groupby(sorted(rows), itemgetter(0)):
-        of_class = [*group]
+    for name in sorted({name for name, _ in rows}):
+        of_class = sorted(row for row in rows if row[0] == name)
+        tested = max(1, len(of_class) // 5)
         for i, row in zip(rng.permutation(len(of_class)), of_class):
-            drawn.append(("test" if i < max(1, len(of_class) // 5) else "train", *row))
+            drawn.append(("test" if i < tested else "train", *row))
     return drawn
 
 
@@ -191,31 +197,33 @@ def decode(files: Sequence[str | Path], image_size: int) -> Tensor:
     """The images as uint8 [N, 3, image_size, image_size], decoded in parallel."""
     x = torch.empty(len(files), 3, image_size, image_size, dtype=torch.uint8)
 
+    damaged = []  # texts, one for each image
+
     def decode_one(i):
-        x[i] = pixels(files[i], image_size)
+        try:
+            x[i] = pixels(files[i], image_size)
+        except Exception as e:  # Pillow raises many types for a damaged file
+            damaged.append(f"{files[i]} ({first_line(e)})")
 
     thread_map(decode_one, range(len(files)), desc="decoding", unit=" images", leave=False, delay=1)
+    if damaged:
+        raise UserError(f"{len(damaged)} images cannot be read: remove {few(sorted(damaged))}")
     return x
 
 
 def pixels(file: str | Path, image_size: int) -> Tensor:
     """The image as a person sees it, uint8 [3, image_size, image_size]."""
-    try:
-        if not Path(file).is_file():
-            raise ValueError("no regular file")
-        with Image.open(file) as image:
-            if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
-                raise ValueError("several pages or frames")
-            if image.mode.startswith(("I", "F")) or ";16" in str(image.tile):
-                raise ValueError("more than 8 bits per channel, on an unknown scale")
-            image = ImageOps.exif_transpose(image)  # photographs say which side is up
-            if image.has_transparency_data:
-                image = image.convert("RGBA")
-                white = Image.new("RGBA", image.size, "white")
-                image = Image.alpha_composite(white, image)
-            image = image.convert("RGB").resize((image_size, image_size), Image.BILINEAR)
-    except Exception as e:  # Pillow raises many types for a damaged file
-        raise UserError(
-            f"{file} cannot be read as an image ({first_line(e)}): repair or remove it"
-        ) from e
+    if not Path(file).is_file():
+        raise ValueError("no regular file")
+    with Image.open(file) as image:
+        if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
+            raise ValueError("several pages or frames")
+        if image.mode.startswith(("I", "F")) or ";16" in str(image.tile):
+            raise ValueError("more than 8 bits per channel, on an unknown scale")
+        image = ImageOps.exif_transpose(image)  # photographs say which side is up
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            white = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(white, image)
+        image = image.convert("RGB").resize((image_size, image_size), Image.BILINEAR)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)

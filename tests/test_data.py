@@ -94,6 +94,7 @@ a/x, a/y, b/x, b/y -> x y; a b; 40 0; 2 domains .a, b.$
 bus, retrain, train -> bus retrain train; ; 24 6;
 fastest, slow, -, +, with_mask -> + - fastest slow with_mask; ; 40 10;
 a/caf\u00e9, b/cafe\u0301, a/1, b/1 -> 1 caf\u00e9; a b; 40 0; b.$
+a/masked/with_mask_1.png, a/masked/with_mask_2.png, strain/masked -> masked; a strain; 12 0;
 cat, .git/x, @eaDir/x/y, cat/__MACOSX, dog -> cat dog; ; 16 4;
 """  # folders -> classes; domains; numbers of training and test images; what is said
 
@@ -138,10 +139,11 @@ train, test1 -> test1 is no class: sort its images as test1/CLASS/
 train2017, val2017 -> val2017 is no class
 trainA, testA, trainB, testB -> testA is no class
 trn/cat, trn/dog, tst/cat, tst/dog -> holds trn, tst: neither
+Original/cat, Augmented/cat -> holds Augmented, Original: neither .* give \S+Original, say
 train, Valid -> Valid is no class: sort its images as Valid/CLASS/
 cat/images, cat/masks -> cat/images has the name of an annotation
 cat, dog, Ground Truth -> pets/Ground Truth has the name
-PNGImages, PedMasks -> pets/PNGImages has the name
+PNGImages_1, PedMasks_2 -> pets/PNGImages_1 has the name
 images/cat, labels/cat -> pets/images has the name
 train/depth, train/rgb -> train/depth has the name
 imgs_train/a, masks_train/a -> masks_train has the name
@@ -213,7 +215,7 @@ def test_what_cannot_be_read_is_named(pets):
     Image.fromarray(np.zeros((50, 50, 3), np.uint8)).save(file)
     for content in (b"no image", file.read_bytes()[:999]):
         file.write_bytes(content)
-        with pytest.raises(UserError, match=r"dog/x\.tif cannot be read as an image"):
+        with pytest.raises(UserError, match=r"1 images cannot be read: .* \S+dog/x\.tif \("):
             image_folder(pets, 8)
     for kind in ("uint16", "float32"):
         Image.fromarray(np.arange(256).reshape(16, 16).astype(kind)).save(file)
