@@ -26,9 +26,9 @@ def read(folder):
         text = text.replace(",", ".").replace(";", ",")
     rows = []
     for line in csv.DictReader(text.splitlines()):
-        numbers = {column: float(line[column]) for column in table.COLUMNS if line.get(column)}
+        numbers = {c: float(line[c]) for c in [*table.COLUMNS, "norm"] if line.get(c)}
         rows.append({"round": int(line["round"]), **numbers})
-    rows[0]  # a table needs a round at least
+    assert rows and text.endswith("\n"), "metrics.csv is empty, or cut off"
     args = Namespace(**about["flags"])
     return Namespace(args=args, rows=rows, images=about["data"], machine=about["machine"])
 

@@ -26,8 +26,8 @@ def make_run(folder: Path, accuracies: list, seed=0, domain=None, about=(), **fl
     flags = {**shared, "seed": seed, "test_domain": domain, "out": str(folder), **flags}
     about = {"flags": flags, "data": 1, "machine": "torch 2.14", **dict(about)}
     (folder / "args.json").write_text(json.dumps(about))
-    rows = [f"{t},{share},{1 - share},3 17" for t, share in enumerate(accuracies, start=1)]
-    lines = ["round,id_accuracy,ood_accuracy,selected", *rows, ""]
+    rows = [f"{t},{x},{1 - x},{5 * x},3 17" for t, x in enumerate(accuracies, start=1)]
+    lines = ["round,id_accuracy,ood_accuracy,norm,selected", *rows, ""]
     (folder / "metrics.csv").write_text("\n".join(lines))
     (folder / "model.pt").touch()
     return folder
@@ -173,6 +173,12 @@ def test_what_rows_do_not_share_is_named(tmp_path, printed, changes, says):
     assert re.search(r"machine torch 2\.1[45] \(0\), torch 2\.16 \(1\)", found.err)
 
 
+def test_rows_with_the_same_model_are_named(tmp_path, printed):
+    for name, share in (("a", 0.5), ("b", 0.6), ("c", 0.5)):
+        make_run(tmp_path / name, [share])
+    assert re.findall("(.*) end with the same", printed("a", "b", "c").out) == ["a and c"]
+
+
 def test_a_file_that_a_spreadsheet_saved_is_read(tmp_path, compared):
     for name, points in (("a", ","), ("b", ".")):
         file = make_run(tmp_path / name, [0.25, 0.5]) / "metrics.csv"
@@ -187,6 +193,7 @@ def test_a_file_that_a_spreadsheet_saved_is_read(tmp_path, compared):
         ("metrics.csv", "round,id_accuracy\n1,0.5\n2,abc\n"),
         ("metrics.csv", "round\tid_accuracy\n1\t0.5\n"),
         ("metrics.csv", ""),
+        ("metrics.csv", "round,id_accuracy\n1,0.5"),  # a full disk has cut it off
         ("args.json", "{"),
         ("args.json", '{"flags": {"name": "FedAvg", "rounds": 1}}'),
         ("model.pt", None),  # it has not finished

@@ -166,5 +166,10 @@ def report(rows: Mapping[str, Sequence]) -> None:
         print("  ".join(map(str.ljust, cells, widths)).rstrip())
     if any("±" in cell for cells in lines for cell in cells):
         print("±: standard deviation over the seeds; brackets: 95 % interval of paired differences")
+    norms = {label: [run.rows[-1].get("norm") for run in runs] for label, runs in rows.items()}
+    *others, last = rows
+    for label in others:
+        if norms[label] == norms[last]:
+            print(f"{label} and {last} end with the same model, so the method changes nothing here")
     if different := unlike(rows):
         print(f"Not the same in all rows: {different}")
