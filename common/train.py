@@ -19,7 +19,6 @@ from common.devices import seeded
 from common.splits import Clients, shuffled
 
 ADVICE = "lower --lr, or the weight of the method's own penalty if it has one"
-CHECKED = (0, 1, 100)  # in these rounds and the last, a client trains again, and is compared
 
 
 class Batches:
@@ -178,8 +177,8 @@ class Trainer:
         Returns the clients' weights [K, P] and losses [K] on the device. Raises RunError if a
         client's weights or loss are not finite, and UserError if somebody is selected who does not
         participate, or if the processes do not agree on clients and weights. On a CPU, the rounds
-        in CHECKED, and the round `rounds`, end with a check: each process trains the first client
-        once more, and there is a UserError if one gets other weights.
+        0, 1, 2, 4, 8 and so on, and the round `rounds`, end with a check: each process trains the
+        first client once more, and there is a UserError if one gets other weights.
         """
         selected, m = torch.as_tensor(selected, dtype=torch.long), self.clients.participating
         self.t = t
@@ -217,7 +216,7 @@ class Trainer:
         if not all(finite):
             k = int(selected[finite.index(False)])
             raise RunError(f"client {k} diverged in round {t}: {ADVICE}")
-        if self.device.type == "cpu" and sizes and t in (*CHECKED, self.rounds):
+        if self.device.type == "cpu" and sizes and (not t & (t - 1) or t == self.rounds):
             again = torch.empty_like(uploads[0])
             train_one(0, again)
             if not all(ranks.exchange(torch.equal(again, uploads[0]))):

@@ -233,7 +233,7 @@ def stop_after(rounds):
 def test_a_machine_without_the_folder_does_not_leave_the_other_waiting(tmp_path):
     ended(fedavg, f"{CALL} --processes 1".split(), tmp_path / "0", stop_after(1))
     (waits, first), (stops, second) = two_nodes(tmp_path, ["--resume run"] * 2)
-    assert (first, second) == (1, 2) and "there is no run to resume" in stops[0]
+    assert (first, second) == (1, 2) and "run/args.json cannot be read" in stops[0]
     assert waits == ["fedavg.py: another process has ended, so this one stops"]
 
 

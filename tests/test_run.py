@@ -42,7 +42,7 @@ import fedavg
 import fediir
 import minimax_select
 import uefl
-from common import UserError
+from common import UserError, ranks
 from common.runner import compare, flags, plots, runs
 from common.splits import make_clients
 from common.train import Trainer
@@ -324,14 +324,12 @@ def test_what_is_kept_outside_federate_does_not_go_from_run_to_run(start, launch
     assert [[row["count"] for row in rows] for rows in found] == [["1", "2"]] * 6
 
 
-def test_a_copy_does_not_go_on_with_other_code(mine, start, refused, tmp_path, monkeypatch):
+def test_a_copy_does_not_go_on_with_other_code(mine, start, refused, tmp_path):
     method = mine(*HABITS["helper"])
-    monkeypatch.setitem(sys.modules, "__main__", method)  # as a program
     before = outcome(start(method, TWELVE + "--no-compare"))
     flags.code_of.cache_clear()
-    with open(tmp_path / "library/helper.py", "a") as file:
-        file.write("# changed")
-    refused(method, "--resume run --rounds 5", "run belongs to other code")
+    (tmp_path / "library/helper.py").write_text("")
+    refused(method, "--resume run --rounds 5", "run was run with another library/helper.py")
     assert outcome(Path("run")) == before
 
 
@@ -377,7 +375,7 @@ def test_of_several_seeds_one_diverges_and_the_others_go_on(start, launched, mon
     assert outcome(Path("three/seed2")) == outcome(Path("whole/seed2"))
 
 
-@pytest.mark.parametrize("fails", [sys.exit, lambda: 1 / 0])
+@pytest.mark.parametrize("fails", [sys.exit, lambda: 1 / 0, Path("gone").read_text])
 def test_of_several_seeds_one_ends_early_and_the_others_go_on(start, launched, monkeypatch, fails):
     federate = fedavg.federate
 
@@ -427,9 +425,9 @@ convex_hull_select --small -> glyphs is small already
 fedavg --out '' -> value is empty
 fedavg --out full -> full is taken: choose another --out
 fedavg --out full/notes.txt -> notes.txt is taken
-fedavg --resume nowhere -> no run to resume
+fedavg --resume nowhere -> nowhere/args.json cannot be read
 fedavg --resume torn -> args.json cannot be read
-uefl --resume other -> belongs to other code
+uefl --resume other -> other was run with another method
 fedavg --partition iid --dirichlet 0.5 -> --dirichlet has no effect
 uefl --clients 9 -> --clients has no effect with --partition silos
 """
@@ -456,7 +454,7 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(mistake, tmp_path, monke
     [line] = lines_of(err)
     assert end.value.code == 2 and out == "" and says in line and len(line) < 400
     assert line.startswith(f"{name}.py: ")
-    flags.code_of.cache_clear()  # it was a program for a moment
+    ranks.may_fork = False  # it was a program for a moment
     after = sorted(p for p in tmp_path.rglob("*") if "empty" not in p.parts)
     assert after == before, "torchvision may make its own empty folder, but nothing else appears"
 
@@ -549,6 +547,9 @@ def test_a_repeated_round_has_the_same_columns_but_for_a_clock(new_run):
         again.record({"t": 1, "w": w}, row | {"mine": 4.5})
 
 
+SEEN_BY_MODULE = []
+
+
 def test_variables_that_change_beside_the_state_are_named(start, monkeypatch, capsys):
     """Not the model, which the trainer sets."""
 
@@ -559,13 +560,14 @@ def test_variables_that_change_beside_the_state_are_named(start, monkeypatch, ca
             w = 0.5 * w
             ema = ema + w
             seen.append(t)
+            SEEN_BY_MODULE.append(t)
             model.classifier[2].bias.data.fill_(t)
             yield {"t": t, "w": w}, {"selected": [0], "train_loss": 0.5}
 
     monkeypatch.setattr(fedavg, "federate", federate)
     start(fedavg, CUTS[fedavg] + "--no-compare")
-    (names,) = re.findall(r"changes (.*), but", capsys.readouterr().err)
-    assert {*names.split(", ")} == {"ema", "seen"}
+    (names,) = re.findall(r"(.*) changes from round", capsys.readouterr().err)
+    assert {*names.split(", ")} == {"ema", "seen", "SEEN_BY_MODULE"}
 
 
 def test_a_run_that_is_made_longer_repeats_a_round_and_changes_nothing_if_it_differs(
@@ -612,12 +614,15 @@ def test_the_model_of_a_run_answers_as_its_table_says(whole, tiny):
     assert read_rows(folder)[-1]["hits"] == " ".join(map(str, cells.diagonal().tolist()))
 
 
-@pytest.mark.parametrize("changed", ["lr", "data", "data of a run without a checkpoint"])
+@pytest.mark.parametrize("changed", ["lr", "seed", "data", "data of a run without a checkpoint"])
 def test_a_run_does_not_go_on_with_other_flags_or_data(whole, refused, monkeypatch, changed):
     folder = whole(fedavg)
-    more, says = "", f"belongs to other {changed[:4]}"
+    more, says = "", f"was run with another {changed.split()[0]}: see its args.json"
     if changed == "lr":
-        more, says = "--lr 3", "was run with another --lr: leave --lr out"
+        more = "--lr 3"
+    elif changed == "seed":  # of a folder that has been moved
+        text = (folder / "args.json").read_text()
+        (folder / "args.json").write_text(text.replace('"seed": 0', '"seed": 1'))
     else:
         fingerprint = common.data.Dataset.fingerprint
         monkeypatch.setattr(common.data.Dataset, "fingerprint", lambda data: fingerprint(data) + 1)
@@ -640,20 +645,21 @@ def test_another_machine_is_named_and_the_run_goes_on(start, start_and_stop, who
     assert re.search(r"torch 1\..*, then Python", file.read_text())
 
 
-@pytest.mark.parametrize("file", ["checkpoint.pt", "args.json"])
-def test_of_several_seeds_one_is_damaged_and_the_others_go_on(start, launched, file):
-    """In the next test, too, whose checkpoint is none at all. Here the last byte is missing."""
-    start(fedavg, f"{CUTS[fedavg]} --no-compare --seed 1 2 3 --rounds 2 --out three")
-    damaged = Path("three/seed2", file)
-    damaged.write_bytes(rest := damaged.read_bytes().rstrip()[:-1])
-    code, lines = launched(fedavg, "--resume three --rounds 3", start)
-    assert code == 2 and re.match(rf"fedavg.py: three/seed2: .*{file} cannot be read", *lines)
-    assert damaged.read_bytes() == rest
-    assert re.search(r"^FedAvg +1 3 ", launched.out, re.M), "the table counts the others"
-    assert [len(read_rows(Path(f"three/seed{seed}"))) for seed in (1, 2, 3)] == [3, 2, 3]
-    shutil.rmtree("three/seed2")  # as the line advises
-    start(fedavg, "--resume three")
-    assert len(read_rows(Path("three/seed2"))) == 3
+@pytest.mark.parametrize("file", ["checkpoint.pt", "next.pt"])
+def test_a_damaged_checkpoint_costs_rounds_and_no_run(start_and_stop, start, whole, capsys, file):
+    expected = outcome(whole(fedavg))
+    start_and_stop(fedavg, CUTS[fedavg] + "--no-compare --out cut", 3, "cut")
+    Path("cut", file).write_bytes(b"PK")
+    assert outcome(start(fedavg, "--resume cut")) == expected
+    assert f"{file} cannot be read" in capsys.readouterr().err
+
+
+def test_several_seeds_that_stop_before_the_first_round_can_go_on(start, monkeypatch):
+    monkeypatch.setattr(plots, "clients", lambda run: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        start(fedavg, f"{CUTS[fedavg]} --no-compare --seed 1 2 --out two")
+    monkeypatch.setattr(plots, "clients", print)
+    start(fedavg, "--resume two")
 
 
 def test_before_anything_is_written_a_signal_only_stops(start, launched, monkeypatch):

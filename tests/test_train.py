@@ -129,7 +129,7 @@ def test_under_bfloat16_the_forward_pass_alone_rounds(tiny, trainer):
         assert z.dtype == torch.bfloat16 and logits.dtype == loss.dtype == torch.float32
         return loss.detach()
 
-    trained(trainer, t=2, update=update)
+    trained(trainer, t=3, update=update)  # in round 2 a client would train again, for the check
     assert backward == [False]
 
 

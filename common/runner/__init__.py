@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from common import UserError, devices, ranks
+from common.folders import say
 
 devices.seed_all(0, "program")  # a changed file may draw before its first round, as in main()
 
@@ -43,6 +44,5 @@ def launch(main: Callable[[], object]) -> None:
         if "gloo" not in str(e):
             raise
         code, parts = 1, ["another process has ended, so this one stops"]
-    if not ranks.LOCAL_RANK:
-        print(f"\n{Path(sys.argv[0]).name}: {'; '.join(parts)}", file=sys.stderr)
+    say(f"\n{Path(sys.argv[0]).name}: {'; '.join(parts)}")
     sys.exit(code)

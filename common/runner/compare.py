@@ -34,20 +34,20 @@ def assemble(
     """The clients and the initial model. Raises UserError if the flags do not fit the data."""
     if len(dataset.classes) == 1:
         raise UserError(f"{dataset.name} has only one class, {dataset.classes[0]}: two are needed")
-    clients = splits.make_clients(
-        dataset,
-        args.seed,
-        args.partition,
-        clients=args.clients,
-        participating=args.participating,
-        per_round=args.sample,
-        alpha=args.dirichlet,
-        silo_numbers=args.silos or (),
-        silo_size=args.silo_size,
-        test_domain=args.test_domain,
-        held_out=args.held_out,
-    )
     with devices.seeded(torch.device("cpu"), args.seed, "model", 0):  # the same on any device
+        clients = splits.make_clients(
+            dataset,
+            args.seed,
+            args.partition,
+            clients=args.clients,
+            participating=args.participating,
+            per_round=args.sample,
+            alpha=args.dirichlet,
+            silo_numbers=args.silos or (),
+            silo_size=args.silo_size,
+            test_domain=args.test_domain,
+            held_out=args.held_out,
+        )
         model = build(args, tuple(dataset.x.shape[1:]), len(dataset.classes))
     return clients, model
 
@@ -89,9 +89,10 @@ def run(
             side = changed(args, **flags, name=name, out=out, compare=False)
             side.method_rounds = args.rounds  # it may get fewer, as many as its method came to
             sides.append(side)
-    for is_first in (True, False):  # if the data are downloaded, then once on each machine
-        if is_first == (ranks.LOCAL_RANK == 0):
-            dataset = data.load(args.dataset, args.data_dir, args.image_size)
+    if ranks.LOCAL_RANK:  # the first one may download the data
+        ranks.exchange(None)
+    dataset = data.load(args.dataset, args.data_dir, args.image_size)
+    if not ranks.LOCAL_RANK:
         ranks.exchange(None)
 
     @lru_cache(maxsize=1)
@@ -120,8 +121,10 @@ def run(
         clients, model = assemble(own, dataset, build)
         run = Run(own, dataset, clients, model, device)
         if several and own is plans[0][0] and not ranks.RANK:  # Run() may have refused the flags
-            flags = {**vars(args), "precision": own.precision}
-            write_args(Path(args.out), {"flags": flags}, True)
+            shared = {**vars(args), "precision": own.precision}
+            write_args(Path(args.out), {"flags": shared}, True)
+        if not run.rows:
+            plots.clients(run)
         trainer = Trainer(
             dataset, clients, model, device, local_training(own), own.seed, own.precision,
             own.evaluate_every, own.rounds, run.progress,
@@ -138,8 +141,10 @@ def run(
                 now = kept_aside(rounds, state)
                 changed = [name for name in now if now[name] != first.setdefault(name, now[name])]
                 if changed:
-                    say_once(f"\nfederate() changes {few(changed)}, but does not yield it in the "
-                             "state: after --resume it would be as at the start")  # fmt: skip
+                    say_once(
+                        f"\n{few(changed)} changes from round to round, but is not in the state "
+                        "that federate() yields: another process, or --resume, lacks it"
+                    )
                 devices.seed_all(own.seed, "round", run.t + 1)
         except SystemExit as e:
             raise UserError("sys.exit() has ended it, so return from federate() instead") from e
@@ -148,9 +153,7 @@ def run(
     def in_processes(own: Namespace) -> Run:
         """One run, in processes of its own, so that nothing that it keeps goes to the next one."""
         data_of(own.seed)  # here, because all of a seed's runs need the same
-        if count * len(sides) * len(plans) < 2:
-            return run_one(own)
-        return ranks.start(lambda: run_one(own), count)
+        return ranks.start(lambda: run_one(own), count) if count else run_one(own)
 
     runs, failed = {}, []
     try:
@@ -161,10 +164,10 @@ def run(
                 try:
                     run = in_processes(own)
                 except Exception as e:
-                    ends_all = isinstance(e, OSError) or ranks.COUNT > 1 or not several
-                    if ends_all and not isinstance(e, RunError):  # all ranks meet that
+                    # All of torchrun's ranks meet what is a RunError
+                    if not isinstance(e, RunError) and (ranks.COUNT > 1 or not several):
                         raise
-                    if not isinstance(e, UserError):
+                    if not isinstance(e, UserError | OSError):
                         traceback.print_exc()
                     *_, why = str(e).strip().split("\n")  # below the traceback of another process
                     failed.append(f"{own.out}: {why}")
@@ -174,7 +177,10 @@ def run(
                     runs.setdefault(own.name, []).append(run)
                     rounds = run.t  # a baseline stops when the method has stopped
         if runs:
-            show(args, runs)
+            plots.curves(Path(args.out) / "curves.png", runs)
+            first, *others = runs  # the first baseline is the last row, with which all are compared
+            table.report({name: runs[name] for name in (first, *reversed(others))})
+            print(f"Metrics, models and pictures are in {args.out}")
     except (KeyboardInterrupt, OSError) as e:
         if (Path(args.out) / "args.json").exists():
             e.add_note(f"continue with --resume {args.out}")
@@ -189,14 +195,17 @@ def run(
 def kept_aside(rounds: Generator, state: dict) -> dict[str, bytes]:
     """Pickles of what federate() has in variables from before its loop, and not in the state.
 
-    Without the model, whose weights the trainer sets, and without what cannot be pickled.
+    So has its module. Without a model, whose weights the trainer sets, and without what cannot be
+    pickled.
     """
     found = {}
     with suppress(Exception):  # no generator, or no source
         before_loop = re.split(r"\n +(?:for|while) ", inspect.getsource(rounds.gi_code))[0]
-        for name in {*re.findall(r"(\w+)(?=[\w, :]* = )", before_loop)} - state.keys():
+        own = {*re.findall(r"(\w+)(?=[\w, :]* = )", before_loop)} - state.keys()
+        module, here = rounds.gi_frame.f_globals, rounds.gi_frame.f_locals
+        kept = {**module, **{name: here[name] for name in own & here.keys()}}
+        for name, value in kept.items():
             with suppress(Exception):
-                value = rounds.gi_frame.f_locals[name]
                 if not isinstance(value, torch.nn.Module | torch.nn.Parameter):
                     found[name] = pickle.dumps(value)
     return found
@@ -216,31 +225,9 @@ def plans_of(
     return plans
 
 
-def show(args: Namespace, runs: Runs) -> None:
-    """Draws the curves, and prints the table and what the models do."""
-    plots.curves(Path(args.out) / "curves.png", runs)
-    label, *baselines = runs  # the first baseline comes last, because a table compares with that
-    table.report({name: runs[name] for name in (label, *reversed(baselines))})
-    for name, of_name in runs.items():
-        describe(name, of_name)
-    print(f"Metrics, models and pictures are in {args.out}")
-
-
 def changed(args: Namespace, **changes) -> Namespace:
     """The same flags, but for these changes."""
     return Namespace(**(vars(args) | changes))
-
-
-def describe(name: str, runs: Sequence[Run]) -> None:
-    """Prints what the models do at the end, class by class, on the OOD or else the ID samples."""
-    if any(run.confusion is None for run in runs):
-        return
-    confusion = sum(run.confusion for run in runs)
-    labels, hits = confusion.sum(1), confusion.diagonal()
-    # A class without a sample has no share
-    seen = labels.nonzero().flatten()
-    right = [f"{runs[0].classes[c]}: {100 * hits[c] / labels[c]:.1f}" for c in seen]
-    print(f"{name}, right at the last evaluation, by class: {', '.join(right)}")
 
 
 def verdict(runs: Runs, prediction: str, shows_in: Mapping[str, str]) -> None:

@@ -14,10 +14,9 @@ from pathlib import Path
 from types import ModuleType
 
 from common import UserError, data, models
-from common.runner.runs import read_args
+from common.runner.runs import MAY_CHANGE, read_args, refuse_others
 
 DIVIDED = ["dirichlet", "iid", "shards", "domain", "rare", "specialists"]
-MAY_CHANGE = {"resume", "device", "data_dir", "processes"}  # they move no number
 NEEDS = {  # flag -> the values of another flag with which it changes anything
     "dirichlet": ("partition", ["dirichlet"]),
     "silos": ("partition", ["silos"]),
@@ -182,37 +181,32 @@ def parse(
         if action.nargs == "+" and given.count(action) > 1:
             raise UserError(f"{typed[action.dest]} is given twice: give its values together")
     chosen, _ = parser.parse_known_args(argv)  # --dataset, --small and --resume say the defaults
-    code = code_of(file)
-    saved = saved_flags(chosen, code)
+    saved = saved_flags(chosen)
     defaults = saved or defaults_for(chosen, settings, small)
     parser.set_defaults(**defaults)
     parser.add_argument("-h", "--help", action="help", help="show this text")  # with these defaults
     args = parser.parse_args(argv)
     args.resume, args.seeds = saved.get("out"), list(dict.fromkeys(args.seeds))
+    args.method, args.code = method, code_of(file)
     if saved:
-        refuse_others(args, typed, saved)
+        if args.precision == "auto":  # the run began with what this meant there
+            args.precision = saved.get("precision")
+        refuse_others(args.resume, saved, vars(args))
     else:
         infer_partition(args, typed)
         refuse_useless(args, typed)
-        args.method = method
         args.is_example = not typed.keys() - MAY_CHANGE - {"out", "seeds", "precision"}
     name = f"{method}-{Path(args.dataset).stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     args.out = str(Path(args.out or f"runs/{name}"))
-    args.code = code
     return args
 
 
 @cache  # for as long as the program, which keeps the code that it has imported, too
 def code_of(file: str) -> dict[str, str]:
-    """A hash of each file that the program in this file has imported, but of what is installed.
-
-    A notebook may have imported other methods, so there it is of this file and of common/ alone.
-    """
+    """A hash of each file that the program in this file has imported, but of what is installed."""
     files = {getattr(module, "__file__", None) or "" for module in sys.modules.values()}
     installed = rf".*(site|dist)-packages|{re.escape(sysconfig.get_path('stdlib'))}"
     files = {f for f in files if re.match(rf"(?!{installed}).*[/\\].*\.py$", f)}
-    if getattr(sys.modules["__main__"], "__file__", None) != file:
-        files = set()
     files.update([file], map(str, Path(__file__).parents[1].rglob("*.py")))
     here = Path(file).parent
     return {relpath(f, here): sha1(Path(f).read_bytes()).hexdigest()[:7] for f in sorted(files)}
@@ -235,7 +229,7 @@ def defaults_for(chosen: argparse.Namespace, settings: dict, small: dict) -> dic
     return {**defaults, **small.get(kind, small["other"])} if chosen.small else defaults
 
 
-def saved_flags(chosen: argparse.Namespace, code: dict) -> dict:
+def saved_flags(chosen: argparse.Namespace) -> dict:
     """The flags of the run or comparison that goes on; none if a new one starts.
 
     Raises UserError if there is no such run in the folder that --resume names.
@@ -247,30 +241,7 @@ def saved_flags(chosen: argparse.Namespace, code: dict) -> dict:
         folder = chosen.out if (Path(chosen.out) / "args.json").exists() else None
     if not folder:
         return {}
-    if not (Path(folder) / "args.json").exists():
-        raise UserError(f"--resume {folder}: there is no run to resume")
-    saved = read_args(Path(folder))["flags"]
-    if saved.get("code") != code:
-        raise UserError(f"{folder} belongs to other code: use that, or start a new run")
-    return saved | {"processes": None, "out": folder}
-
-
-def refuse_others(args: argparse.Namespace, typed: dict[str, str], saved: dict) -> None:
-    """Raises UserError if a flag that was typed differs from those of the run that goes on.
-
-    A run may become longer or shorter, by --rounds or by UEFL's --iterations.
-    """
-    if args.precision == "auto":  # the run began with what this meant there
-        args.precision = saved["precision"]
-    may_change = {*MAY_CHANGE, "dataset"}  # a folder may have moved
-    if saved["later_rounds"]:
-        may_change.add("iterations")
-    if saved["iterations"] == 1:
-        may_change.add("rounds")
-    for flag in sorted(typed.keys() - may_change):
-        if getattr(args, flag) != saved.get(flag):
-            name = typed[flag]
-            raise UserError(f"{args.resume} was run with another {name}: leave {name} out")
+    return read_args(Path(folder))["flags"] | {"processes": None, "out": folder}
 
 
 def infer_partition(args: argparse.Namespace, typed: dict[str, str]) -> None:

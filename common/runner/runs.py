@@ -28,14 +28,15 @@ from tqdm import tqdm
 
 from common import RunError, UserError, first_line, ranks, train
 from common.data import Dataset
-from common.folders import say
+from common.folders import few, say
 from common.runner import plots
 from common.splits import Clients
 
 tqdm.monitor_interval = 0  # its thread would be lost in the forked ranks
 SAVE_EVERY = 30  # seconds between two checkpoints
-ANEW = "start a new run, or with several seeds delete this one's folder and resume"
+ANEW = "start a new run, or if it is one seed of several, delete its folder and resume"
 ON_THE_BAR = {"train_loss": "loss", "id_accuracy": "ID", "ood_accuracy": "OOD"}
+MAY_CHANGE = {"resume", "device", "data_dir", "processes"}  # flags that move no number
 KEPT = ("state", "rows", "confusion", "ended")  # what a checkpoint has
 
 
@@ -83,13 +84,12 @@ class Run:
             "shape": [*data.x.shape[1:]],
             "machine": self.machine,
         }
-        own = {"out", "resume", "device", "data_dir", "dataset", "processes"}  # of each machine
+        own = {*MAY_CHANGE, "out", "dataset"}  # of each machine
         facts = {flag: value for flag, value in vars(args).items() if flag not in own}
         facts |= {"data": self.images, "round": self.t}
         ranks.agree(facts, "", "start all alike")
         if not ranks.RANK and not goes_on:
             write_args(self.folder, self.about, False)
-            plots.clients(self)
         self.bar = tqdm(
             desc=f"{args.name}, seed {args.seed}, round {self.t}",
             total=self.total,
@@ -102,8 +102,8 @@ class Run:
     def _take_up(self, device: torch.device) -> None:
         """Goes on from the checkpoint in the folder, if there is one yet."""
         before = read_args(self.folder)
-        if before["data"] != self.images:
-            raise UserError(f"{self.folder} belongs to other data: use those, or start a new run")
+        saved = {**before["flags"], "out": self.args.out, "data": before["data"]}
+        refuse_others(self.folder, saved, {**vars(self.args), "data": self.images})
         here = before["machine"].endswith(self.machine)
         if not here:
             say(f"{self.folder} began with {before['machine']}, so its last digits may differ")
@@ -114,13 +114,13 @@ class Run:
         for file in filter(Path.exists, (self.checkpoint, self.next)):
             try:
                 found = torch.load(file, weights_only=True, map_location=device)
-                has_model = (self.folder / "model.pt").exists()
-                if file == self.checkpoint or (has_model and found["ended"] == self.total):
+                has_ended = (self.folder / "model.pt").exists() and found["ended"] == self.total
+                if file == self.checkpoint or has_ended:
                     last = found["rows"][-1]
                     vars(self).update(found, t=last["round"])
                     self.started = time.monotonic() - last["seconds"]
             except Exception as e:  # there are many types for a file that is damaged
-                raise RunError(f"{file} cannot be read ({type(e).__name__}): {ANEW}") from e
+                say(f"{file} cannot be read ({type(e).__name__}), so more rounds are repeated")
         if (done := max(self.t, *self.seen)) > self.total:
             raise UserError(f"{self.folder} has had {done} rounds: allow as many, or more")
 
@@ -160,7 +160,8 @@ class Run:
                 raise UserError(
                     f"{self.folder}: round {self.t} has another {column} than before the run was "
                     "stopped, so federate() does not begin after state['t'], or needs something "
-                    "that it does not yield in the state (name a clock's column my_seconds)"
+                    "that it does not yield in the state, or this is another processor (name a "
+                    "clock's column my_seconds)"
                 )
         seconds = round(time.monotonic() - self.started, 2)
         self.rows.append({"round": self.t, "seconds": seconds, **row})
@@ -232,8 +233,10 @@ def weights_in(state: dict) -> Tensor:
 def machine_of(device: torch.device) -> str:
     """What the last digits of a number depend on, beside flags, data and code."""
     parts = [f"{name} {version(name)}" for name in ("torch", "torchvision", "numpy", "scipy")]
-    on_gpu = device.type == "cuda"
-    chip = torch.cuda.get_device_name(device) if on_gpu else torch.backends.cpu.get_cpu_capability()
+    chip = torch.backends.cpu.get_cpu_capability()
+    chip += f" of {torch.cpu.get_capabilities().get('cpu_name')}"
+    if device.type == "cuda":
+        chip = torch.cuda.get_device_name(device)
     return ", ".join([f"Python {sys.version.split()[0]}", *parts, f"{device.type} {chip}"])
 
 
@@ -271,6 +274,22 @@ def read_args(folder: Path) -> dict:
         return {**about, "flags": dict(about["flags"])}
     except Exception as e:  # there are many types for a file that is damaged
         raise RunError(f"{file} cannot be read ({first_line(e)}): {ANEW}") from e
+
+
+def refuse_others(folder: Path | str, saved: dict, flags: dict) -> None:
+    """Raises UserError if what is in this folder was run with other flags, or with other code.
+
+    A run may become longer or shorter, by --rounds or by UEFL's --iterations.
+    """
+    may_change = {*MAY_CHANGE, "dataset", "iterations"}  # a folder of images may have moved
+    if saved.get("iterations") == 1:
+        may_change |= {"rounds", "method_rounds"}
+    saved, flags = ({**found, **found.get("code", {}), "code": {}} for found in (saved, flags))
+    both = saved.keys() & flags.keys() - may_change
+    if names := sorted(name for name in both if saved[name] != flags[name]):
+        raise UserError(
+            f"{folder} was run with another {few(names)}: see its args.json, or start a new run"
+        )
 
 
 def check_free(folder: Path) -> None:
