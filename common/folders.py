@@ -25,7 +25,7 @@ from tqdm.contrib.concurrent import thread_map
 from common import UserError, first_line, random_at, ranks
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
-JUNK = (".", "@", "__MACOSX", "#recycle", "$RECYCLE", "lost+found", "System Volume Information")
+JUNK = (".", "@", "__MACOSX", "#recycle", "$RECYCLE")
 PARTS = {  # name of a folder in small letters -> which part it is
     "train": "train", "training": "train", "test": "test", "testing": "test",
     "val": "val", "valid": "val", "validation": "val",
@@ -124,7 +124,7 @@ def refuse_annotations(paths: Sequence[Path]) -> None:
     are_pairs = 2 * len({*names}) <= len(names)
     plain = Counter(s for s, name in zip(subjects, names) if not re.search(ANNOTATION, name))
     for path, name, subject in zip(paths, names, subjects):
-        is_second = plain[subject] > 0 if re.search(ANNOTATION, name) else are_pairs
+        is_second = plain[subject] if re.search(ANNOTATION, name) else are_pairs
         is_mark = re.search(marks, name) and not subject.strip("0123456789")  # images_001, too
         if is_second or (path.is_dir() and is_mark):
             raise UserError(
@@ -207,7 +207,7 @@ def decode(files: Sequence[str | Path], image_size: int) -> Tensor:
 
     thread_map(decode_one, range(len(files)), desc="decoding", unit=" images", leave=False, delay=1)
     if damaged:
-        raise UserError(f"{len(damaged)} images cannot be read: remove {few(sorted(damaged))}")
+        raise UserError(f"{len(damaged)} images cannot be read: remove {few(damaged)}")
     return x
 
 

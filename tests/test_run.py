@@ -441,7 +441,7 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(mistake, tmp_path, monke
     for file, text in {
         "full/notes.txt": "mine",
         "torn/args.json": '{"method": "fed',
-        "other/args.json": '{"flags": {"method": "fedavg", "seed": 0}}',
+        "other/args.json": '{"flags": {"method": "fedavg", "precision": 0}}',
     }.items():
         (tmp_path / file).parent.mkdir()
         (tmp_path / file).write_text(text)

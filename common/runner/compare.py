@@ -85,10 +85,9 @@ def run(
     sides = [changed(args, name=args.name or label)]  # a baseline resumed alone keeps its name
     for name, flags in baselines.items():
         if args.compare and any(getattr(args, flag) != value for flag, value in flags.items()):
-            out = f"{args.out}-{name.lower().replace(' ', '-')}"
-            side = changed(args, **flags, name=name, out=out, compare=False)
-            side.method_rounds = args.rounds  # it may get fewer, as many as its method came to
-            sides.append(side)
+            side = changed(args, **flags, name=name, compare=False, method_rounds=args.rounds)
+            side.out += f"-{name.lower().replace(' ', '-')}"
+            sides.append(side)  # its own rounds may be fewer, as many as its method came to
     if ranks.LOCAL_RANK:  # the first one may download the data
         ranks.exchange(None)
     dataset = data.load(args.dataset, args.data_dir, args.image_size)
@@ -121,8 +120,7 @@ def run(
         clients, model = assemble(own, dataset, build)
         run = Run(own, dataset, clients, model, device)
         if several and own is plans[0][0] and not ranks.RANK:  # Run() may have refused the flags
-            shared = {**vars(args), "precision": own.precision}
-            write_args(Path(args.out), {"flags": shared}, True)
+            write_args(Path(args.out), {"flags": {**vars(args), "precision": own.precision}}, True)
         if not run.rows:
             plots.clients(run)
         trainer = Trainer(
@@ -143,7 +141,7 @@ def run(
                 if changed:
                     say_once(
                         f"\n{few(changed)} changes from round to round, but is not in the state "
-                        "that federate() yields: another process, or --resume, lacks it"
+                        "that federate() yields: --resume, and perhaps another process, lacks it"
                     )
                 devices.seed_all(own.seed, "round", run.t + 1)
         except SystemExit as e:
@@ -153,7 +151,9 @@ def run(
     def in_processes(own: Namespace) -> Run:
         """One run, in processes of its own, so that nothing that it keeps goes to the next one."""
         data_of(own.seed)  # here, because all of a seed's runs need the same
-        return ranks.start(lambda: run_one(own), count) if count else run_one(own)
+        if count * len(sides) * len(plans) < 2:
+            return run_one(own)
+        return ranks.start(lambda: run_one(own), count)
 
     runs, failed = {}, []
     try:
@@ -164,8 +164,9 @@ def run(
                 try:
                     run = in_processes(own)
                 except Exception as e:
-                    # All of torchrun's ranks meet what is a RunError
-                    if not isinstance(e, RunError) and (ranks.COUNT > 1 or not several):
+                    # A full disk is a plain OSError. All of torchrun's ranks meet a RunError
+                    ends_all = type(e) is OSError or ranks.COUNT > 1 or not several
+                    if ends_all and not isinstance(e, RunError):
                         raise
                     if not isinstance(e, UserError | OSError):
                         traceback.print_exc()
@@ -192,8 +193,8 @@ def run(
     return runs
 
 
-def kept_aside(rounds: Generator, state: dict) -> dict[str, bytes]:
-    """Pickles of what federate() has in variables from before its loop, and not in the state.
+def kept_aside(rounds: Generator, state: dict) -> dict[str, int]:
+    """Hashes of what federate() has in variables from before its loop, and not in the state.
 
     So has its module. Without a model, whose weights the trainer sets, and without what cannot be
     pickled.
@@ -202,12 +203,13 @@ def kept_aside(rounds: Generator, state: dict) -> dict[str, bytes]:
     with suppress(Exception):  # no generator, or no source
         before_loop = re.split(r"\n +(?:for|while) ", inspect.getsource(rounds.gi_code))[0]
         own = {*re.findall(r"(\w+)(?=[\w, :]* = )", before_loop)} - state.keys()
-        module, here = rounds.gi_frame.f_globals, rounds.gi_frame.f_locals
-        kept = {**module, **{name: here[name] for name in own & here.keys()}}
+        here = rounds.gi_frame.f_locals
+        kept = rounds.gi_frame.f_globals | {name: here[name] for name in own if name in here}
         for name, value in kept.items():
             with suppress(Exception):
-                if not isinstance(value, torch.nn.Module | torch.nn.Parameter):
-                    found[name] = pickle.dumps(value)
+                is_model = isinstance(value, torch.nn.Module | torch.nn.Parameter)
+                if not is_model and name != "__warningregistry__":
+                    found[name] = hash(pickle.dumps(value))
     return found
 
 

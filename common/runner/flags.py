@@ -190,7 +190,7 @@ def parse(
     args.method, args.code = method, code_of(file)
     if saved:
         if args.precision == "auto":  # the run began with what this meant there
-            args.precision = saved.get("precision")
+            args.precision = saved["precision"]
         refuse_others(args.resume, saved, vars(args))
     else:
         infer_partition(args, typed)

@@ -120,7 +120,7 @@ class Run:
                     vars(self).update(found, t=last["round"])
                     self.started = time.monotonic() - last["seconds"]
             except Exception as e:  # there are many types for a file that is damaged
-                say(f"{file} cannot be read ({type(e).__name__}), so more rounds are repeated")
+                say(f"{file} cannot be read ({type(e).__name__}), so more rounds may be repeated")
         if (done := max(self.t, *self.seen)) > self.total:
             raise UserError(f"{self.folder} has had {done} rounds: allow as many, or more")
 
@@ -285,8 +285,8 @@ def refuse_others(folder: Path | str, saved: dict, flags: dict) -> None:
     if saved.get("iterations") == 1:
         may_change |= {"rounds", "method_rounds"}
     saved, flags = ({**found, **found.get("code", {}), "code": {}} for found in (saved, flags))
-    both = saved.keys() & flags.keys() - may_change
-    if names := sorted(name for name in both if saved[name] != flags[name]):
+    names = saved.keys() & flags.keys() - may_change
+    if names := sorted(name for name in names if saved[name] != flags[name]):
         raise UserError(
             f"{folder} was run with another {few(names)}: see its args.json, or start a new run"
         )
