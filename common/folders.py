@@ -31,8 +31,8 @@ PARTS = {  # name of a folder in small letters -> which part it is
     "val": "val", "valid": "val", "validation": "val",
 }  # fmt: skip
 ALMOST_PART = re.compile(  # in seg_test and Augmented, which are no domains, but not in strain
-    r"(?i:(?<!s)train|trn|test|tst|valid|hold.?out|\b(dev|eval)\b|augment)"
-    r"|(?<![a-z])val(?![a-z])|Val(?![a-z])"
+    r"(?i:(?<!\bs)train|trn|test|tst|valid|hold.?out|\b(dev|eval)\b|(mini|cross)val|augment)"
+    r"|(?<![a-z])val(?![a-z])|Val(?![a-z])|VAL(?![A-Z])"
 )
 PICTURE = r"\b((jpe?g|png)?images?|imgs?|rgb|inputs?)\b"  # words in names that are no class ...
 ANNOTATION = (
@@ -117,16 +117,16 @@ def refuse_annotations(paths: Sequence[Path]) -> None:
     So has a folder that is called masks or images, x_mask.png or GT-x.png beside x.png, and every
     x.png if all of them stand beside an x.jpg.
     """
-    between_words = r"[\W_]+|(?<=[a-z\d])(?=[A-Z])"
-    names = [re.sub(between_words, " ", path.stem).lower() for path in paths]
-    marks = rf"(?<=\w ){ANNOTATION} ?\d+$|{PICTURE}|{ANNOTATION}"  # in case 1 mask 2, both words
-    subjects = [" ".join(re.sub(marks, "", name).split()) for name in names]
-    are_pairs = 2 * len({*names}) <= len(names)
-    plain = Counter(s for s, name in zip(subjects, names) if not re.search(ANNOTATION, name))
+    # words with spaces between them
+    names = [re.sub(r"[\W_]+|(?<=[a-z\d])(?=[A-Z])", " ", path.stem).lower() for path in paths]
+    subjects = [" ".join(re.sub(f"{PICTURE}|{ANNOTATION}", "", n).split()) for n in names]
+    count, known = Counter(subjects), {*names}
+    are_pairs = 2 * len(known) <= len(names)
     for path, name, subject in zip(paths, names, subjects):
-        is_second = plain[subject] if re.search(ANNOTATION, name) else are_pairs
-        is_mark = re.search(marks, name) and not subject.strip("0123456789")  # images_001, too
-        if is_second or (path.is_dir() and is_mark):
+        is_second = count[subject] > 1 and (are_pairs or re.search(ANNOTATION, name))
+        of = re.sub(rf" {ANNOTATION} ?\d+$", "", name)  # case 1 mask 2 is of case 1
+        is_mark = path.is_dir() and name.strip() and not subject
+        if is_second or is_mark or (name != of and of in known):
             raise UserError(
                 f"{path} has the name of an annotation, not of a class or a picture: take it away, "
                 "rename it, move its images up, or give the folder itself if it holds the classes"
@@ -174,9 +174,10 @@ def understand(folder: Path, images: Sequence[Path]) -> list[Row]:
 
 def with_a_fifth_for_testing(rows: Sequence[tuple[str, Path]]) -> list[Row]:
     """Draws a fifth of each class for testing, or at least one image, and always the same."""
-    rng, drawn = random_at(0, "test"), []
-    for name in sorted({name for name, _ in rows}):
-        of_class = sorted(row for row in rows if row[0] == name)
+    rng, drawn, classes = random_at(0, "test"), [], {}
+    for row in sorted(rows):
+        classes.setdefault(row[0], []).append(row)
+    for of_class in classes.values():
         tested = max(1, len(of_class) // 5)
         for i, row in zip(rng.permutation(len(of_class)), of_class):
             drawn.append(("test" if i < tested else "train", *row))
@@ -207,7 +208,9 @@ def decode(files: Sequence[str | Path], image_size: int) -> Tensor:
 
     thread_map(decode_one, range(len(files)), desc="decoding", unit=" images", leave=False, delay=1)
     if damaged:
-        raise UserError(f"{len(damaged)} images cannot be read: remove {few(damaged)}")
+        raise UserError(
+            f"{len(damaged)} images cannot be read: repair, convert or remove {few(damaged)}"
+        )
     return x
 
 

@@ -28,7 +28,7 @@ def read(folder):
     for line in csv.DictReader(text.splitlines()):
         numbers = {c: float(line[c]) for c in [*table.COLUMNS, "norm"] if line.get(c)}
         rows.append({"round": int(line["round"]), **numbers})
-    assert rows and text.endswith("\n"), "metrics.csv is empty, or cut off"
+    assert rows and None not in line.values(), "metrics.csv is empty, or cut off"
     args = Namespace(**about["flags"])
     return Namespace(args=args, rows=rows, images=about["data"], machine=about["machine"])
 

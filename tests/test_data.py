@@ -137,13 +137,17 @@ cat, dog/0.png -> dog has no training image, or no test image
 cat/train, cat/test, dog/train -> test is no class: sort its images as test/CLASS/
 train, test1 -> test1 is no class: sort its images as test1/CLASS/
 train2017, val2017 -> val2017 is no class
+TRAIN, VAL -> VAL is no class
+minitrain, minival -> minival is no class
+imagesTrain/cat, imagesTest/cat -> holds imagesTest, imagesTrain: neither
+cat/ROI_1.png, cat/ROI_1_mask.png -> ROI_1.png has the name
 trainA, testA, trainB, testB -> testA is no class
 trn/cat, trn/dog, tst/cat, tst/dog -> holds trn, tst: neither
 Original/cat, Augmented/cat -> holds Augmented, Original: neither .* give \S+Original, say
 train, Valid -> Valid is no class: sort its images as Valid/CLASS/
 cat/images, cat/masks -> cat/images has the name of an annotation
 cat, dog, Ground Truth -> pets/Ground Truth has the name
-PNGImages_1, PedMasks_2 -> pets/PNGImages_1 has the name
+PNGImages, PedMasks -> pets/PNGImages has the name
 images/cat, labels/cat -> pets/images has the name
 train/depth, train/rgb -> train/depth has the name
 imgs_train/a, masks_train/a -> masks_train has the name
