@@ -329,7 +329,7 @@ def test_a_copy_does_not_go_on_with_other_code(mine, start, refused, tmp_path):
     before = outcome(start(method, TWELVE + "--no-compare"))
     flags.code_of.cache_clear()
     (tmp_path / "library/helper.py").write_text("")
-    refused(method, "--resume run --rounds 5", "run was run with another library/helper.py")
+    refused(method, "--resume run --rounds 5", "run differs in library/helper.py")
     assert outcome(Path("run")) == before
 
 
@@ -427,7 +427,7 @@ fedavg --out full -> full is taken: choose another --out
 fedavg --out full/notes.txt -> notes.txt is taken
 fedavg --resume nowhere -> nowhere/args.json cannot be read
 fedavg --resume torn -> args.json cannot be read
-uefl --resume other -> other was run with another method
+uefl --resume other -> other differs in method
 fedavg --partition iid --dirichlet 0.5 -> --dirichlet has no effect
 uefl --clients 9 -> --clients has no effect with --partition silos
 """
@@ -617,7 +617,7 @@ def test_the_model_of_a_run_answers_as_its_table_says(whole, tiny):
 @pytest.mark.parametrize("changed", ["lr", "seed", "data", "data of a run without a checkpoint"])
 def test_a_run_does_not_go_on_with_other_flags_or_data(whole, refused, monkeypatch, changed):
     folder = whole(fedavg)
-    more, says = "", f"was run with another {changed.split()[0]}: see its args.json"
+    more, says = "", f"differs in {changed.split()[0]}: take what is in its args.json"
     if changed == "lr":
         more = "--lr 3"
     elif changed == "seed":  # of a folder that has been moved

@@ -288,7 +288,7 @@ def refuse_others(folder: Path | str, saved: dict, flags: dict) -> None:
     names = saved.keys() & flags.keys() - may_change
     if names := sorted(name for name in names if saved[name] != flags[name]):
         raise UserError(
-            f"{folder} was run with another {few(names)}: see its args.json, or start a new run"
+            f"{folder} differs in {few(names)}: take what is in its args.json, or start a new run"
         )
 
 
