@@ -25,7 +25,7 @@ from tqdm.contrib.concurrent import thread_map
 from common import UserError, first_line, random_at, ranks
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
-JUNK = (".", "@", "__MACOSX", "#recycle", "$RECYCLE")
+JUNK = (".", "@", "__MACOSX", "#recycle", "$RECYCLE")  # how systems begin their names
 PARTS = {  # name of a folder in small letters -> which part it is
     "train": "train", "training": "train", "test": "test", "testing": "test",
     "val": "val", "valid": "val", "validation": "val",
@@ -117,16 +117,16 @@ def refuse_annotations(paths: Sequence[Path]) -> None:
     So has a folder that is called masks or images, x_mask.png or GT-x.png beside x.png, and every
     x.png if all of them stand beside an x.jpg.
     """
-    # words with spaces between them
+    # Each name in small letters, with spaces between its words
     names = [re.sub(r"[\W_]+|(?<=[a-z\d])(?=[A-Z])", " ", path.stem).lower() for path in paths]
     subjects = [" ".join(re.sub(f"{PICTURE}|{ANNOTATION}", "", n).split()) for n in names]
     count, known = Counter(subjects), {*names}
     are_pairs = 2 * len(known) <= len(names)
     for path, name, subject in zip(paths, names, subjects):
         is_second = count[subject] > 1 and (are_pairs or re.search(ANNOTATION, name))
-        of = re.sub(rf" {ANNOTATION} ?\d+$", "", name)  # case 1 mask 2 is of case 1
+        original = re.sub(rf" {ANNOTATION} ?\d+$", "", name)  # case 1, of case 1 mask 2
         is_mark = path.is_dir() and name.strip() and not subject
-        if is_second or is_mark or (name != of and of in known):
+        if is_second or is_mark or (name != original and original in known):
             raise UserError(
                 f"{path} has the name of an annotation, not of a class or a picture: take it away, "
                 "rename it, move its images up, or give the folder itself if it holds the classes"
@@ -195,7 +195,10 @@ def say(text: str) -> None:
 
 
 def decode(files: Sequence[str | Path], image_size: int) -> Tensor:
-    """The images as uint8 [N, 3, image_size, image_size], decoded in parallel."""
+    """The images as uint8 [N, 3, image_size, image_size], decoded in parallel.
+
+    Raises UserError, which names the first images that cannot be read.
+    """
     x = torch.empty(len(files), 3, image_size, image_size, dtype=torch.uint8)
 
     damaged = []  # texts, one for each image
@@ -215,7 +218,10 @@ def decode(files: Sequence[str | Path], image_size: int) -> Tensor:
 
 
 def pixels(file: str | Path, image_size: int) -> Tensor:
-    """The image as a person sees it, uint8 [3, image_size, image_size]."""
+    """The image as a person sees it, uint8 [3, image_size, image_size].
+
+    Raises ValueError for a kind that is refused, and Pillow's errors for a damaged file.
+    """
     if not Path(file).is_file():
         raise ValueError("no regular file")
     with Image.open(file) as image:

@@ -194,10 +194,10 @@ def run(
 
 
 def kept_aside(rounds: Generator, state: dict) -> dict[str, int]:
-    """Hashes of what federate() has in variables from before its loop, and not in the state.
+    """Hashes of what a method may keep beside the state, by the variable's name.
 
-    So has its module. Without a model, whose weights the trainer sets, and without what cannot be
-    pickled.
+    These are federate()'s variables from before its loop, and those of its module. Left out are
+    models, whose weights the trainer sets, and what cannot be pickled.
     """
     found = {}
     with suppress(Exception):  # no generator, or no source
