@@ -68,11 +68,11 @@ def seed_all(seed: int, purpose: str, *where: int) -> None:
 @contextmanager
 def seeded(device: torch.device, seed: int, purpose: str, *where: int):
     """Inside, the global generators start at this address, and afterwards they go on as before."""
-    before = random.getstate(), np.random.get_state()
+    of_random, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         seed_all(seed, purpose, *where)
         try:
             yield
         finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
+            random.setstate(of_random)
+            np.random.set_state(of_numpy)

@@ -70,7 +70,7 @@ def build(
             f"--pretrained: there are no ImageNet weights for {name}; choose a model of torchvision"
         )
 
-    def scaled(channels: int) -> int:
+    def scaled(channels):
         return max(8, round(channels * width / 8) * 8)
 
     if name in OWN:

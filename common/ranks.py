@@ -33,6 +33,7 @@ MEETING = None  # a file in which the ranks find each other, or None for torchru
 if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= set(os.environ):  # torchrun started this
     RANK, COUNT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     LOCAL_RANK = int(os.environ["LOCAL_RANK"])
+A_WORD_AFTER = 600  # seconds
 may_fork = False  # only a program from the command line may
 _all = None  # the group of all ranks, which wait for each other for days
 
@@ -144,10 +145,15 @@ def disconnect() -> None:
 
 
 def exchange(mine: object) -> list:
-    """What all ranks hand in here, in their order."""
+    """What all ranks hand in here, in their order. Says so if one of them takes long."""
     handed_in = [mine] * COUNT
     if COUNT > 1:
+        text = f"\nprocess {RANK} waits for another one, which still works, or hangs\n"
+        timer = threading.Timer(A_WORD_AFTER, sys.stderr.write, [text])
+        timer.daemon = True  # it ends with the program if the other one has ended
+        timer.start()
         dist.all_gather_object(handed_in, mine, group=_all)
+        timer.cancel()
     return handed_in
 
 
@@ -185,6 +191,7 @@ def gather(results: dict[int, tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
 def add_up(table: Tensor) -> None:
     """Replaces the table by the sum of all ranks' tables. In most, a row holds zeros."""
     if COUNT > 1:
+        exchange(None)  # which says so if it takes long
         total = table.cpu()  # by gloo, which notices if a rank has ended; NCCL would wait
         dist.all_reduce(total, group=_all)
         table.copy_(total)

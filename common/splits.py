@@ -146,8 +146,7 @@ def by_class(labels: Tensor, partition: str, classes: int, clients: int, rng: Ge
         mine = left[torch.isin(labels[left], torch.tensor(wanted[k]))][:size]
         if len(mine) < size:
             raise UserError(
-                f"too few samples of the classes {wanted[k]}: raise --clients, or choose another "
-                "--partition"
+                f"too few samples of the classes {wanted[k]}: raise --clients or change --partition"
             )
         parts[k], left = mine, left[~torch.isin(left, mine)]
     return [parts[k] for k in range(clients)]
@@ -225,7 +224,7 @@ def silos(
             f"the domains have {available.tolist()}"
         )
 
-    def take(source: Tensor, size: int | None = None) -> Parts:
+    def take(source, size=None):
         mixed = [shuffled(source[data.domain[source] == d], rng) for d in domains]
         size = size or min(len(m) // k for m, k in zip(mixed, numbers) if k)
         parts = []

@@ -76,7 +76,7 @@ def set_weights(model: nn.Module, theta: Tensor) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("num_batches_tracked"):  # of batch norm: unused, and not in theta
             buffer.zero_()
-    for t, part in zip(weights_of(model), unflatten(model, theta), strict=True):
+    for t, part in zip(weights_of(model), unflatten(model, theta)):
         t.copy_(part)
 
 
@@ -189,7 +189,7 @@ class Trainer:
         total = sum(sizes[i] for i in mine)
         uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
 
-        def train_one(i: int, upload: Tensor) -> None:
+        def train_one(i, upload):
             k = int(selected[i])
             set_weights(self.model, theta)
             self.model.train()
@@ -201,8 +201,9 @@ class Trainer:
             except ValueError as e:
                 if "more than 1 value per channel" not in str(e):
                     raise
-                raise RunError(f"client {k} has a batch of one sample, which batch norm does not "
-                                "take: choose another --batch-size") from e  # fmt: skip
+                raise RunError(
+                    f"client {k} has a batch of one, and batch norm takes two: change --batch-size"
+                ) from e
             if loss is None:
                 raise UserError("client_update returns nothing: return the mean loss, a number")
             upload[:-1], upload[-1] = get_weights(self.model), torch.as_tensor(loss)
@@ -221,9 +222,8 @@ class Trainer:
             train_one(0, again)
             if not all(ranks.exchange(torch.equal(again, uploads[0]))):
                 raise UserError(
-                    f"client {selected[0]} ends with other weights if it trains again, so its "
-                    "training depends on a clock, or on something that it keeps, such as a "
-                    "counter: give it everything as an argument"
+                    f"client {selected[0]} ends with other weights if it trains again: give it "
+                    "as arguments what it keeps, such as a counter, and use no clock"
                 )
         return uploads[:, :-1], uploads[:, -1]
 
@@ -366,7 +366,7 @@ class Trainer:
             with seeded(self.device, self.seed, "prediction", i):  # for dropout that is always on
                 logits = self.model(x)
             results[i] = F.cross_entropy(logits, y, reduction="none"), logits.argmax(1)
-        columns = zip(*ranks.gather(results), strict=True)
+        columns = zip(*ranks.gather(results))
         losses, predicted = (torch.cat(column).cpu() for column in columns)
         return finite(losses), predicted
 

@@ -255,6 +255,18 @@ def test_a_machine_whose_partner_is_killed_stops_in_one_line(tmp_path):
     assert killed == -signal.SIGKILL and code == 1 and len(lines) == 1, lines
 
 
+def slowly():
+    ranks.A_WORD_AFTER = 0.5
+    if ranks.RANK:
+        helpers.in_each_round(lambda run, t: time.sleep(2 * (t == 2)))
+
+
+def test_a_machine_that_waits_long_says_so_and_waits_on(tmp_path):
+    (waits, first), (_, second) = two_nodes(tmp_path, [CALL] * 2, [slowly] * 2)
+    assert {*waits} == {"process 0 waits for another one, which still works, or hangs"}
+    assert first == second == 0
+
+
 def unplug():
     os.environ["GLOO_SOCKET_IFNAME"] = "nonexist0"
 

@@ -333,6 +333,15 @@ def test_a_copy_does_not_go_on_with_other_code(mine, start, refused, tmp_path):
     assert outcome(Path("run")) == before
 
 
+def test_a_file_of_weights_that_has_changed_is_other_code(tmp_path):
+    weights, found = tmp_path / "weights.pt", []
+    for text in "ab":
+        weights.write_text(text)
+        flags.code_of.cache_clear()
+        found.append(flags.defaults(fedavg, f"--pretrained {weights}").code)
+    assert found[0] != found[1]
+
+
 # ------------------------------------------------------------------------ several seeds and domains
 
 
@@ -403,7 +412,7 @@ fedavg --rotate=0 --rotate=9 -> --rotate is given twice
 fediir --test-domain mono --dataset glyphs --model resblocks -> has batch norm
 fediir --dataset some/folder --model convnet --clients 4 -> --test-domain is missing
 minimax_select --clients 3 -> too few samples of the classes
-minimax_select --dataset colours --clients 8 --partition rare -> choose another --partition
+minimax_select --dataset colours --clients 8 --partition rare -> change --partition
 fedavg --partition iid --clients 1201 -> 12000 samples are too few for 1201 clients, because each
 fediir --partition domain --clients 1 --dataset glyphs -> --clients 1 is fewer than the
 fedavg --clients 9 --sample 5 -> --sample 5: only 4 of 9 clients participate; lower it, or raise

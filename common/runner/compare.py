@@ -95,7 +95,7 @@ def run(
         ranks.exchange(None)
 
     @lru_cache(maxsize=1)
-    def data_of(seed: int) -> data.Dataset:
+    def data_of(seed):
         return data.rotated(dataset, args.rotate, seed) if args.rotate else dataset
 
     domains = [args.test_domain]
@@ -114,22 +114,21 @@ def run(
     count = ranks.how_many(args.processes, args.device, clients.per_round)
     several = len(plans) > 1
 
-    def run_one(own: Namespace) -> Run:
+    def run_one(own):
         device, own.precision = devices.set_up(own.device, own.precision, own.model)
         dataset = data_of(own.seed)
         clients, model = assemble(own, dataset, build)
         run = Run(own, dataset, clients, model, device)
         if several and own is plans[0][0] and not ranks.RANK:  # Run() may have refused the flags
             write_args(Path(args.out), {"flags": {**vars(args), "precision": own.precision}}, True)
-        if not run.rows:
-            plots.clients(run)
         trainer = Trainer(
             dataset, clients, model, device, local_training(own), own.seed, own.precision,
             own.evaluate_every, own.rounds, run.progress,
         )  # fmt: skip
         if run.rows:
-            for name in trainer.cost():
-                setattr(trainer, name, run.rows[-1].get(name, 0))
+            vars(trainer).update({name: run.rows[-1].get(name, 0) for name in trainer.cost()})
+        else:
+            plots.clients(run)
         rounds = () if run.ended else federate(own, clients, trainer, run.state)
         first, say_once = {}, lru_cache(say)
         devices.seed_all(own.seed, "round", run.t + 1)
@@ -148,7 +147,7 @@ def run(
             raise UserError("sys.exit() has ended it, so return from federate() instead") from e
         return run.finish()
 
-    def in_processes(own: Namespace) -> Run:
+    def in_processes(own):
         """One run, in processes of its own, so that nothing that it keeps goes to the next one."""
         data_of(own.seed)  # here, because all of a seed's runs need the same
         if count * len(sides) * len(plans) < 2:

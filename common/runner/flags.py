@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import datetime
 from functools import cache
 from hashlib import sha1
-from os.path import relpath
+from os.path import isfile, relpath
 from pathlib import Path
 from types import ModuleType
 
@@ -31,7 +31,7 @@ NEEDS = {  # flag -> the values of another flag with which it changes anything
 def within(kind: type, low: float, high: float = 10**9) -> Callable[[str], float]:
     """An argparse type: a number of this kind, int or float, from low to high."""
 
-    def number(text: str):
+    def number(text):
         value = kind(text)
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"{text} is out of range: {low:g} to {high:g}")
@@ -187,7 +187,7 @@ def parse(
     parser.add_argument("-h", "--help", action="help", help="show this text")  # with these defaults
     args = parser.parse_args(argv)
     args.resume, args.seeds = saved.get("out"), list(dict.fromkeys(args.seeds))
-    args.method, args.code = method, code_of(file)
+    args.method, args.code = method, code_of(file, args.pretrained)
     if saved:
         if args.precision == "auto":  # the run began with what this meant there
             args.precision = saved["precision"]
@@ -202,14 +202,16 @@ def parse(
 
 
 @cache  # for as long as the program, which keeps the code that it has imported, too
-def code_of(file: str) -> dict[str, str]:
-    """A hash of each file that the program in this file has imported, but of what is installed."""
-    files = {getattr(module, "__file__", None) or "" for module in sys.modules.values()}
+def code_of(file: str, weights: str = "") -> dict[str, str]:
+    """A hash of each file that the program in this file has imported, but of what is installed.
+
+    weights  a file that has a hash, too, if there is one
+    """
+    imported = {getattr(module, "__file__", None) or "" for module in sys.modules.values()}
+    files = {file, weights, *imported, *map(str, Path(__file__).parents[1].rglob("*.py"))}
     installed = rf".*(site|dist)-packages|{re.escape(sysconfig.get_path('stdlib'))}"
-    files = {f for f in files if re.match(rf"(?!{installed}).*[/\\].*\.py$", f)}
-    files.update([file], map(str, Path(__file__).parents[1].rglob("*.py")))
-    here = Path(file).parent
-    return {relpath(f, here): sha1(Path(f).read_bytes()).hexdigest()[:7] for f in sorted(files)}
+    own = [f for f in sorted(files) if isfile(f) and not re.match(installed, f)]
+    return {relpath(f, Path(file).parent): sha1(Path(f).read_bytes()).hexdigest()[:7] for f in own}
 
 
 def defaults(method: ModuleType, words: str = "") -> argparse.Namespace:
