@@ -2,7 +2,6 @@
 
 import csv
 import functools
-from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ import common.data
 from common import random_at
 from common.data import Dataset
 from common.runner import compare, flags, runs
-from common.splits import Clients
 from common.train import Trainer, set_weights
 
 ROOT = Path(__file__).parent.parent
@@ -23,7 +21,7 @@ METHODS = ["fedavg", "entropy_weighting", "minimax_select", "convex_hull_select"
 drawn = functools.cache(common.data.glyphs)
 
 
-def make_tiny(n_train=120, n_test=60, size=8) -> Dataset:
+def make_tiny(n_train=120, n_test=60, size=8):
     """Noisy 8x8 images of three classes: the bright quarter. The second domain is darker."""
     rng = np.random.default_rng(0)
     n = n_train + n_test
@@ -39,7 +37,7 @@ def make_tiny(n_train=120, n_test=60, size=8) -> Dataset:
     )  # fmt: skip
 
 
-def ten_classes(n=6000, n_test=700) -> Dataset:
+def ten_classes(n=6000, n_test=700):
     """Empty images with ten labels, of which some are rarer than others, and two domains."""
     rng = np.random.default_rng(1)
     y = torch.from_numpy(rng.choice(10, n + n_test, p=np.arange(10, 20) / 145))
@@ -49,7 +47,7 @@ def ten_classes(n=6000, n_test=700) -> Dataset:
     return Dataset("ten", x, y, train, test, list("0123456789"), domain, ["light", "dark"])
 
 
-def sort_images(root: Path, folders: str) -> Path:
+def sort_images(root, folders):
     """Ten different images in each folder of this text; one that ends with / stays empty.
 
     A word with an ending is one image. In the i-th folder, red is 30 i.
@@ -68,12 +66,12 @@ def sort_images(root: Path, folders: str) -> Path:
 # ---------------------------------------------------------------- what a run begins with
 
 
-def parsed(method, words: str) -> Namespace:
+def parsed(method, words):
     """The flags of one run of this method, as the fixture `start` would run it."""
     return flags.defaults(method, f"--device cpu --precision float32 {words}")
 
 
-def prepared(method, words: str) -> tuple[Namespace, Dataset, Clients, Trainer]:
+def prepared(method, words):
     """The flags, the data, the clients and the trainer of a run."""
     args = parsed(method, words)
     data = common.data.load(args.dataset)
@@ -83,7 +81,7 @@ def prepared(method, words: str) -> tuple[Namespace, Dataset, Clients, Trainer]:
     return args, data, clients, trainer
 
 
-def poison(client: int, t: int, patch=setattr, seed: int = 0) -> None:
+def poison(client, t, patch=setattr, seed=0):
     """In round t of the run with this seed the images of this client are NaN, so it diverges."""
     batches = Trainer._batches
 
@@ -94,7 +92,7 @@ def poison(client: int, t: int, patch=setattr, seed: int = 0) -> None:
     patch(Trainer, "_batches", poisoned)
 
 
-def in_each_round(action, patch=setattr) -> None:
+def in_each_round(action, patch=setattr):
     """From now on, action(run, t) comes before round t of a run is recorded."""
     record = runs.Run.record
 
@@ -105,7 +103,7 @@ def in_each_round(action, patch=setattr) -> None:
     patch(runs.Run, "record", both)
 
 
-def save_each_round(patch=setattr) -> None:
+def save_each_round(patch=setattr):
     """From now on, each round leaves a checkpoint, and not only one in half a minute."""
     in_each_round(lambda run, t: vars(run).update(save_at=0.0), patch)
 
@@ -113,24 +111,24 @@ def save_each_round(patch=setattr) -> None:
 # ---------------------------------------------------------------- what a run leaves
 
 
-def read_rows(folder) -> list[dict[str, str]]:
+def read_rows(folder):
     """The rows of metrics.csv in this folder. All values are strings."""
     with open(folder / "metrics.csv", newline="") as f:
         return list(csv.DictReader(f))
 
 
-def selections(rows) -> list[list[int]]:
+def selections(rows):
     """The clients selected in each round."""
     return [[int(k) for k in row["selected"].split()] for row in rows]
 
 
-def kept(folder) -> dict:
+def kept(folder):
     """What the run in this folder keeps for its next round."""
     file = folder / "next.pt"
     return torch.load(file if file.exists() else folder / "checkpoint.pt")["state"]
 
 
-def outcome(folder) -> tuple[list[bytes], list[dict[str, str]]]:
+def outcome(folder):
     """What a run leaves, without the seconds that it took: its models and its rows of metrics."""
     rows = read_rows(folder)
     for row in rows:
@@ -139,7 +137,7 @@ def outcome(folder) -> tuple[list[bytes], list[dict[str, str]]]:
     return [file.read_bytes() for file in models], rows
 
 
-def lines_of(said: str) -> list[str]:
+def lines_of(said):
     """The lines of what a program says on stderr without progress bars, which come late."""
     lines = said.replace("\r", "\n").splitlines()
     return [line for line in lines if line.strip() and "%|" not in line]
@@ -153,13 +151,13 @@ def logits_by_hand(trainer, theta, samples):
     return trainer.model(trainer.x[samples].float() / 127.5 - 1)
 
 
-def loss_and_gradient(trainer, theta, samples) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_and_gradient(trainer, theta, samples):
     """The mean cross-entropy of these samples, and its gradient for all weights."""
     loss = F.cross_entropy(logits_by_hand(trainer, theta, samples), trainer.y[samples])
     return loss, gradient_of(loss, trainer.model)
 
 
-def gradient_of(loss, model) -> torch.Tensor:
+def gradient_of(loss, model):
     parts = torch.autograd.grad(loss, list(model.parameters()))
     return torch.cat([part.flatten() for part in parts])
 
@@ -184,7 +182,7 @@ def sgd_by_hand(run, theta, t, k, gradient=loss_and_gradient):
     return theta.detach(), np.mean(losses)
 
 
-def largest_by_numpy(updates) -> np.ndarray:
+def largest_by_numpy(updates):
     """S*_i of Wu et al.: each client's largest cosine with another client, in float64."""
     g = np.asarray(updates, float)
     g = g / np.linalg.norm(g, axis=1, keepdims=True)

@@ -40,7 +40,7 @@ CALLS = {
 }  # fmt: skip
 
 
-def on_tiny_data(folder) -> None:
+def on_tiny_data(folder):
     """From now on, this process works in this folder, saves each round, and draws no picture."""
     os.chdir(folder)
     torch.set_num_threads(1)
@@ -50,7 +50,7 @@ def on_tiny_data(folder) -> None:
     Figure.savefig = lambda self, file, **options: Path(file).touch()
 
 
-def child(method, flags: list[str], folder, first=lambda: None) -> multiprocessing.Process:
+def child(method, flags, folder, first=lambda: None):
     """A process that calls first() and then runs a method in this folder, as a shell would.
 
     What it says goes to the files `out` and `err` there. It starts with everything imported.
@@ -68,7 +68,7 @@ def child(method, flags: list[str], folder, first=lambda: None) -> multiprocessi
     return process
 
 
-def kill_rank_1_in_round_2() -> None:
+def kill_rank_1_in_round_2():
     def die(run, t):
         if t == 2 and ranks.RANK == 1:
             Path("killed").touch()

@@ -57,7 +57,7 @@ def test_twins_are_two_clients_for_each_rare_class(patched):
 def orders(patched, trainer, name):
     """The images and labels of two epochs of client 0, in the rounds 1 and 2."""
     batches = patched(name, "common/train.py")["Trainer"]._batches
-    return [[torch.cat(part) for part in zip(*batches(trainer, 0, t), strict=True)] for t in (1, 2)]
+    return [[torch.cat(part) for part in zip(*batches(trainer, 0, t))] for t in (1, 2)]
 
 
 def test_one_order_is_that_of_all_epochs_and_rounds(patched, trainer, tiny):
@@ -127,7 +127,7 @@ def test_own_models_are_tested_before_averaging(patched):
     _, row = next(patched("own-models", "fedavg.py")["federate"](args, clients, trainer, {}))
     right = []
     thetas, _ = trainer.train(fedavg.client_update, trainer.initial, row["selected"], 1)
-    for k, theta in zip(row["selected"], thetas, strict=True):
+    for k, theta in zip(row["selected"], thetas):
         logits = logits_by_hand(trainer, theta, clients.test[k])
         right += (logits.argmax(1) == data.y[clients.test[k]]).tolist()
     assert row["id_selected"] == pytest.approx(sum(right) / len(right))

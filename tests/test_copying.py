@@ -113,12 +113,12 @@ def test_the_plain_loop_selects_as_equation_16_and_weights_as_equation_14():
         alpha = weights[selected] / weights[selected].sum()
         w = parameters_to_vector(by_hand.parameters()).detach()
         step = torch.from_numpy(alpha @ table[selected])
-        mean = sum(a * buffers[0] for a, (_, buffers) in zip(alpha, found, strict=True))
+        mean = sum(a * buffers[0] for a, (_, buffers) in zip(alpha, found))
         vector_to_parameters((w - step).float(), by_hand.parameters())
         by_hand[1].running_mean.copy_(mean)
         expected.append(selected)
     assert loop.federate(model, clients, lambda g: loop.minimax_clients(g, 3), 8) == expected
-    for found, right in zip(model.parameters(), by_hand.parameters(), strict=True):
+    for found, right in zip(model.parameters(), by_hand.parameters()):
         assert torch.allclose(found, right, atol=1e-5)
     assert torch.allclose(model[1].running_mean, by_hand[1].running_mean, atol=1e-5)
 

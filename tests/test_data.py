@@ -40,7 +40,7 @@ def test_a_colour_agrees_with_the_label_as_often_as_its_domain_says(monkeypatch)
         here = torch.nonzero(data.domain == d).flatten()
         among_wrong = agrees[here][wrong[here]]
         shares = agreement, agreement, 0.25
-        for drawn_so, p in zip((agrees[here], among_wrong, wrong[here]), shares, strict=True):
+        for drawn_so, p in zip((agrees[here], among_wrong, wrong[here]), shares):
             error = abs(drawn_so.double().mean() - p)
             assert error <= 4 * (p * (1 - p) / len(drawn_so)) ** 0.5
     assert data.domain[data.train].max() == 1 and data.domain[data.test].min() == 2
@@ -56,7 +56,7 @@ def test_a_colour_agrees_with_the_label_as_often_as_its_domain_says(monkeypatch)
 def test_rotation_is_torchvisions_in_equal_parts_and_leaves_the_original(tiny):
     before = tiny.x.clone()
     turned = rotated(tiny, [0.0, -50.0, 30.0], seed=3)
-    for x, image, domain in zip(turned.x, tiny.x, turned.domain, strict=True):
+    for x, image, domain in zip(turned.x, tiny.x, turned.domain):
         angle = [0.0, -50.0, 30.0][domain]
         assert torch.equal(x, rotate(image, angle, InterpolationMode.BILINEAR))
     assert torch.equal(tiny.x, before) and turned.domains == ["0", "-50", "30"]

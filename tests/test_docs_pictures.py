@@ -13,7 +13,7 @@ from docs.pictures import drift, entropy, selections
 def test_the_rounds_settle_where_the_clients_paths_average_to_their_beginning(steps):
     """By linear algebra: n steps bring client k from w to goal + (1 - lr curve)^n (w - goal)."""
     shrink = [np.linalg.matrix_power(np.eye(2) - drift.LR * c, steps) for c in drift.CURVES]
-    moved = [(np.eye(2) - s) @ goal for s, goal in zip(shrink, drift.GOALS, strict=True)]
+    moved = [(np.eye(2) - s) @ goal for s, goal in zip(shrink, drift.GOALS)]
     settled = np.linalg.solve(np.eye(2) - np.mean(shrink, 0), np.mean(moved, 0))
     assert drift.rounds(steps, 200)[-1] == pytest.approx(settled)
     assert np.allclose(settled, drift.optimum()) == (steps == 1)

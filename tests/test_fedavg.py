@@ -37,8 +37,8 @@ def test_three_rounds_are_algorithm_1_by_hand(finished, selection, weighting):
         if selection == "power_of_choice":
             selected = sorted(sorted(range(4), key=loss_of)[-2:])
         n = [len(clients.train[k]) if weighting == "size" else 1 for k in selected]
-        ends, losses = zip(*[sgd_by_hand(run, w, t, k) for k in selected], strict=True)
-        w = sum(n_k / sum(n) * end for n_k, end in zip(n, ends, strict=True))
+        ends, losses = zip(*[sgd_by_hand(run, w, t, k) for k in selected])
+        w = sum(n_k / sum(n) * end for n_k, end in zip(n, ends))
         assert run.selected[t - 1] == selected
         assert float(row["train_loss"]) == pytest.approx(np.mean(losses), rel=1e-4)
         right = logits_by_hand(trainer, w, data.test).argmax(1) == data.y[data.test]

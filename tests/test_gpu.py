@@ -18,7 +18,7 @@ def full_precision():  # by hand: monkeypatch cannot undo an attribute that only
     for backend in backends:
         backend.allow_tf32 = False
     yield
-    for backend, allowed in zip(backends, before, strict=True):
+    for backend, allowed in zip(backends, before):
         backend.allow_tf32 = allowed
 
 

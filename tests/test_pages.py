@@ -224,7 +224,7 @@ def test_the_sentences_on_what_fedavg_reaches_repeat_from_their_csv():
     says = (
         "train on {:.2f} million samples (CIFAR-10: {:.2f} million) and send {:.0f} MB ({:.0f} MB)"
     )
-    assert all(says.format(*of_seed) in text for of_seed in zip(*costs, strict=True))
+    assert all(says.format(*of_seed) in text for of_seed in zip(*costs))
     for theirs, name, first in (
         ("96.6", "mnist/iid", 7), ("98.6", "mnist/iid", 47),
         ("77.7", "mnist/shards", 7), ("93.8", "mnist/shards", 47),

@@ -35,7 +35,7 @@ def outcome(folder):
     return *helpers.outcome(folder), {file.name for file in folder.iterdir()}
 
 
-def ended(method, flags, folder, first=lambda: None) -> int:
+def ended(method, flags, folder, first=lambda: None):
     """The exit code of a program in this folder."""
     folder.mkdir(exist_ok=True)
     process = child(method, flags, folder, first)
@@ -130,7 +130,7 @@ def test_the_cost_is_what_was_sent_and_trained_on_by_count(folders, method):
     elif method is entropy_weighting:  # one entropy each
         numbers += len(everybody)
     rows = helpers.read_rows(folders / "9" / method.__name__)
-    for row, selected in zip(rows, helpers.selections(rows), strict=True):
+    for row, selected in zip(rows, helpers.selections(rows)):
         samples += args.local_epochs * sum(n[k] for k in selected)
         numbers += 2 * p * len(selected)
         if method is fedavg:  # power of choice: the model goes to all, and a loss comes back

@@ -97,7 +97,7 @@ def test_a_row_may_differ_in_seed_and_test_domain_alone(tmp_path, compared, firs
 def test_differences_are_paired_over_the_seeds_that_both_have(tmp_path, compared):
     """The interval is that of scipy's paired t-test; seed 4 has no partner."""
     ours, theirs = [0.50, 0.62, 0.45], [0.41, 0.55, 0.47]
-    for seed, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    for seed, (a, b) in enumerate(zip(ours, theirs)):
         make_run(tmp_path / f"ours/{seed}", [a], seed)
         make_run(tmp_path / f"fedavg/{seed}", [b], seed, method="fedavg")
     make_run(tmp_path / "ours/4", [0.9], 4)
@@ -127,7 +127,7 @@ def test_each_kind_of_measure_by_hand():
     """Shares as the mean of the last five or of all evaluations, costs as the last number."""
     run = Namespace(args=Namespace(seed=3, test_domain=None, rounds=9), images=1)
     run.rows = [{"round": t, "samples": 1000 * t, "megabytes": t / 4} for t in range(1, 8)]
-    for row, share in zip(run.rows[:6], [1, 0.5, 0.5, 0.5, 0.5, 0], strict=True):
+    for row, share in zip(run.rows[:6], [1, 0.5, 0.5, 0.5, 0.5, 0]):
         row |= {"ood_accuracy": share, "rare_selected": share}
     header, line, _, difference = table.table({"a": [run], "b": [run]})
     assert dict(zip(header, line, strict=True)) == {

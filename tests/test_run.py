@@ -334,11 +334,11 @@ def test_a_copy_does_not_go_on_with_other_code(mine, start, refused, tmp_path):
 
 
 def test_a_file_of_weights_that_has_changed_is_other_code(tmp_path):
-    weights, found = tmp_path / "weights.pt", []
+    found = []
     for text in "ab":
-        weights.write_text(text)
+        (tmp_path / "weights").write_text(text)
         flags.code_of.cache_clear()
-        found.append(flags.defaults(fedavg, f"--pretrained {weights}").code)
+        found.append(flags.defaults(fedavg, f"--pretrained {tmp_path}/weights").code)
     assert found[0] != found[1]
 
 

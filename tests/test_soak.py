@@ -27,13 +27,13 @@ def outcomes(folder):
     return {run.name: outcome(run) for run in folder.iterdir()}
 
 
-def ranks_of(pid: int) -> list[int]:
+def ranks_of(pid):
     """The process ids of the ranks that this process has forked by now."""
     found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout
     return [*map(int, found.split())]
 
 
-def works(pid: int) -> bool:
+def works(pid):
     """Whether this process runs. One that has ended is a zombie, "Z", until it is joined."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"

@@ -179,7 +179,7 @@ def test_three_rounds_are_the_paper_by_hand(finished, method, more):
         selected = selected_by_hand(method, table[:, :parameters], t, more)
         differs += selected != selected_by_hand(method, table, t)
         assert run.selected[t - 1] == selected
-        ends, losses = zip(*[trained(t, k) for k in selected], strict=True)
+        ends, losses = zip(*[trained(t, k) for k in selected])
         table[selected] = w - torch.stack(ends)
         assert float(row["train_loss"]) == pytest.approx(np.mean(losses), rel=1e-4)
         alpha = torch.full((len(selected),), 1 / len(selected))

@@ -19,7 +19,7 @@ def test_the_uncertainty_is_the_entropy_of_the_members_mean(start):
 
     e, perplexity, code_loss, confusion = evaluated(model.members)
     alone = [evaluated([member]) for member in model.members]
-    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    x, y = (torch.cat(parts) for parts in zip(*batches))
     p = sum(member(x, may_use)[0].softmax(1) for member in model.members) / 3
     assert e.item() == pytest.approx(-(p * p.log()).sum(1).mean().item(), rel=1e-5)
     assert perplexity.item() == pytest.approx(sum(a[1] for a in alone).item() / 3)
