@@ -41,6 +41,7 @@ class Dataset:
     test     positions of the standard test samples; empty if the data set has no test set
     domain   int64 [N], indices into `domains`, or -1; None if the data set has no domains
     extra    positions of further test sets, by name
+    source   the fingerprint before rotation, which is by a run's seed
     """
 
     name: str
@@ -52,12 +53,16 @@ class Dataset:
     domain: Tensor | None = None
     domains: list[str] = field(default_factory=list)
     extra: dict[str, Tensor] = field(default_factory=dict)
+    source: int | None = None
 
     def fingerprint(self) -> int:
-        """A number that changes if a sample, a label, a domain or a name changes."""
-        crc = zlib.crc32(repr((self.classes, self.domains)).encode())
+        """A number that changes if a sample, a label, a domain or a name changes.
+
+        Rotation changes it only by the angles.
+        """
+        crc = zlib.crc32(repr((self.classes, self.domains, self.source)).encode())
         for part in (self.x, self.y, self.train, self.domain):
-            if part is not None:
+            if part is not None and self.source is None:
                 crc = zlib.crc32(part.contiguous().numpy(), crc)
         return crc
 
@@ -78,8 +83,7 @@ def load(name: str, root: str | Path = "data", image_size: int = 96) -> Dataset:
     if name not in PUBLIC:
         if not folder.is_dir():
             raise UserError(
-                f"--dataset {name}: no such folder or data set; choose from {', '.join(NAMES)}, or "
-                "give a folder of images"
+                f"--dataset {name}: no such folder or data set; there are {', '.join(NAMES)}"
             )
         return Dataset(folder.resolve().name, **image_folder(folder, image_size))
     if name == "cifar10" and jpegs.is_dir() and not batches.exists():
@@ -95,7 +99,7 @@ def load(name: str, root: str | Path = "data", image_size: int = 96) -> Dataset:
     return data
 
 
-def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
+def rotated(data: Dataset, angles: Sequence, seed: int = 0) -> Dataset:
     """Divides the images at random into len(angles) equal parts, and rotates each by its angle.
 
     An angle is in degrees, counter-clockwise, and becomes the domain of its images (Guo et al.,
@@ -113,7 +117,8 @@ def rotated(data: Dataset, angles: Sequence[float], seed: int = 0) -> Dataset:
             for batch in positions.split(2000):
                 if len(batch):
                     x[batch] = rotate(x[batch], angles[d], InterpolationMode.BILINEAR)
-    return replace(data, x=x, domain=domain, domains=[f"{angle:g}" for angle in angles])
+    names = [f"{angle:g}" for angle in angles]
+    return replace(data, x=x, domain=domain, domains=names, source=data.fingerprint())
 
 
 def _from_torchvision(name: str, root: Path) -> Dataset:

@@ -54,7 +54,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def seed_all(seed: int, purpose: str, *where: int) -> None:
+def seed_all(seed: int, purpose: str, *where: int):
     """Starts the global generators of random, numpy and torch at this address (see random_at).
 
     Nothing in this project draws from the first two, but a line that somebody adds may do so.

@@ -24,7 +24,7 @@ from tqdm.contrib.concurrent import thread_map
 
 from common import UserError, first_line, random_at, ranks
 
-ENDINGS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+ENDINGS = ".jpg .jpeg .jfif .png .gif .webp .bmp .tif .tiff .ppm .pgm"
 JUNK = (".", "@", "__MACOSX", "#recycle", "$RECYCLE")  # how systems begin their names
 PARTS = {  # name of a folder in small letters -> which part it is
     "train": "train", "training": "train", "test": "test", "testing": "test",
@@ -61,15 +61,14 @@ def image_folder(folder: Path, image_size: int) -> dict:
     rare = [name for name in classes if holders[name] < (len(domains) or 2)]
     if rare and not domains:
         raise UserError(
-            f"{folder}: {few(rare)} has no training image, or no test image: add some, or remove "
-            "the class"
+            f"{folder}: {few(rare)} has no training or no test image: add some, or remove the class"
         )
     train, test = torch.arange(len(rows)).tensor_split([len(rows) - part_of.count("test")])
     understood = {
         "classes": classes,
         "domains": domains,
         "classes that some domain lacks": rare,
-        "kinds of files left out": sorted({f.suffix for f in files if not is_image(f)}),
+        "kinds of files left out": sorted({f.suffix or f.name for f in files if not is_image(f)}),
     }
     lists = [f"{len(names)} {what} ({few(names)})" for what, names in understood.items() if names]
     say(f"{folder}: {len(train)} training and {len(test)} test images, {', '.join(lists)}")
@@ -77,10 +76,7 @@ def image_folder(folder: Path, image_size: int) -> dict:
     x = decode(images, image_size)
     copies = len(x) - len({hash(image.numpy().tobytes()) for image in x})
     if copies:
-        say(
-            f"{folder}: {copies} images are copies of others (or show nothing), so a model may "
-            "have trained on what it is tested on"
-        )
+        say(f"{folder}: {copies} images are copies of others, perhaps of those for testing")
     return {
         "x": x, "y": torch.tensor([classes.index(name) for name in class_of]),
         "train": train, "test": test, "classes": classes, "domains": domains,
@@ -103,15 +99,15 @@ def find_files(folder: Path, depth: int = 0) -> list[Path]:
     for path in paths:
         files += find_files(path, depth + 1) if path.is_dir() else [path]
     if not any(map(is_image, files)):
-        raise UserError(f"{folder} holds no images ({' '.join(ENDINGS)}): add some, or remove it")
+        raise UserError(f"{folder} holds no images ({ENDINGS}): add some, or remove it")
     return files
 
 
 def is_image(path: Path) -> bool:
-    return path.name.lower().endswith(ENDINGS)
+    return path.suffix.lower() in ENDINGS.split()
 
 
-def refuse_annotations(paths: Sequence[Path]) -> None:
+def refuse_annotations(paths: Sequence):
     """Raises UserError if one of these paths in a folder has the name of an annotation.
 
     So has a folder that is called masks or images, x_mask.png or GT-x.png beside x.png, and every
@@ -133,7 +129,7 @@ def refuse_annotations(paths: Sequence[Path]) -> None:
             )
 
 
-def understand(folder: Path, images: Sequence[Path]) -> list[Row]:
+def understand(folder: Path, images: Sequence) -> list[Row]:
     """The part, the class and the path of each image. Raises UserError for another layout."""
     rows, homes = [], {}
     for image in images:
@@ -170,7 +166,7 @@ def understand(folder: Path, images: Sequence[Path]) -> list[Row]:
     return [(new[part_of[top]], *more) for top, *more in rows if part_of[top] in new]
 
 
-def with_a_fifth_for_testing(rows: Sequence[tuple[str, Path]]) -> list[Row]:
+def with_a_fifth_for_testing(rows: Sequence) -> list[Row]:
     """Draws a fifth of each class for testing, or at least one image, and always the same."""
     rng, drawn, classes = random_at(0, "test"), [], {}
     for row in sorted(rows):
@@ -182,17 +178,17 @@ def with_a_fifth_for_testing(rows: Sequence[tuple[str, Path]]) -> list[Row]:
     return drawn
 
 
-def few(names: Sequence[str]) -> str:
+def few(names: Sequence) -> str:
     """The first of these names, for a message."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-def say(text: str) -> None:
+def say(text: str):
     if not ranks.LOCAL_RANK:
         print(text, file=sys.stderr)
 
 
-def decode(files: Sequence[str | Path], image_size: int) -> Tensor:
+def decode(files: Sequence, image_size: int) -> Tensor:
     """The images as uint8 [N, 3, image_size, image_size], decoded in parallel.
 
     Raises UserError, which names the first images that cannot be read.

@@ -41,7 +41,7 @@ class Classifier(nn.Module):
 
 def build(
     name: str,
-    shape: tuple[int, ...],
+    shape: tuple,
     classes: int,
     width: float = 1.0,
     dropout: float = 0.0,
@@ -172,7 +172,7 @@ def _from_torchvision(name: str, channels: int, pretrained: str, pooled: bool) -
     return nn.Sequential(v2.Normalize([-0.03, -0.088, -0.188], [0.458, 0.448, 0.45]), net)
 
 
-def _load_weights(net: nn.Module, pretrained: str, weights) -> None:
+def _load_weights(net: nn.Module, pretrained: str, weights):
     """Loads torchvision's `weights`, or those in a file, into `net`, which lacks its last layers.
 
     The file has a state dict, or a checkpoint that holds one as "state_dict" or "model". Raises

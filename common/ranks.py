@@ -51,7 +51,7 @@ def how_many(processes: int | None, device: str, most: int) -> int:
     return 0 if gpus and count == 1 else count
 
 
-def start(work: Callable[[], object], count: int) -> object:
+def start(work: Callable, count: int) -> object:
     """Runs work() in `count` ranks on this machine. Returns what it returned in the first one.
 
     The ranks are forked, so they share the memory of what is loaded by now. If one ends early, so
@@ -85,7 +85,7 @@ def start(work: Callable[[], object], count: int) -> object:
                 process.join()
 
 
-def _rank(rank: int, work: Callable[[], object], count: int, folder: Path) -> None:
+def _rank(rank: int, work: Callable, count: int, folder: Path):
     """Connects this rank, runs work(), and leaves its result or error in the folder."""
     global RANK, COUNT, LOCAL_RANK, MEETING
     RANK, LOCAL_RANK, COUNT, MEETING = rank, rank, count, str(folder / "meeting")
@@ -106,7 +106,7 @@ def _rank(rank: int, work: Callable[[], object], count: int, folder: Path) -> No
         raise
 
 
-def connect() -> None:
+def connect():
     """Connects the ranks, if there are several, and lets only the first one print.
 
     They wait a minute for each other, about another for the connection, and then for days, because
@@ -138,7 +138,7 @@ def connect() -> None:
         ) from e
 
 
-def disconnect() -> None:
+def disconnect():
     """Ends the connections."""
     if COUNT > 1:
         dist.destroy_process_group()
@@ -157,7 +157,7 @@ def exchange(mine: object) -> list:
     return handed_in
 
 
-def agree(facts: dict, when: str, advice: str) -> None:
+def agree(facts: dict, when: str, advice: str):
     """Raises UserError if the ranks differ in these facts, so that they would not fit together."""
     others = exchange(facts)
     names = [name for name in facts if any(other.get(name) != facts[name] for other in others)]
@@ -165,7 +165,7 @@ def agree(facts: dict, when: str, advice: str) -> None:
         raise UserError(f"{when}the processes differ in their {' and '.join(names)}: {advice}")
 
 
-def share_out(sizes: Sequence[int]) -> list[int]:
+def share_out(sizes: Sequence) -> list[int]:
     """Divides pieces of work of these sizes among the ranks. Returns the indices of this rank's.
 
     The largest piece goes first, and each goes to the rank with the least work, or the first of
@@ -180,7 +180,7 @@ def share_out(sizes: Sequence[int]) -> list[int]:
     return mine
 
 
-def gather(results: dict[int, tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+def gather(results: dict) -> list:
     """Results 0, 1, 2 and so on, of which each rank has some: all of them, in this order."""
     if COUNT > 1:
         parts = exchange({i: tuple(t.cpu() for t in result) for i, result in results.items()})
@@ -188,7 +188,7 @@ def gather(results: dict[int, tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
     return [results[i] for i in sorted(results)]
 
 
-def add_up(table: Tensor) -> None:
+def add_up(table: Tensor):
     """Replaces the table by the sum of all ranks' tables. In most, a row holds zeros."""
     if COUNT > 1:
         exchange(None)  # which says so if it takes long

@@ -80,7 +80,7 @@ def dirichlet(labels: Tensor, clients: int, alpha: float, rng: Generator) -> Par
     most, so at least clients * MIN_SIZE samples are needed. Every sample belongs to exactly one
     client. Returns positions in `labels`, int64.
     """
-    held: list[list[int]] = [[] for _ in range(clients)]
+    held = [[] for _ in range(clients)]
     for c in labels.unique():
         samples = rng.permutation(torch.nonzero(labels == c).flatten().numpy())
         shares = rng.dirichlet(np.full(clients, alpha))
@@ -146,7 +146,7 @@ def by_class(labels: Tensor, partition: str, classes: int, clients: int, rng: Ge
         mine = left[torch.isin(labels[left], torch.tensor(wanted[k]))][:size]
         if len(mine) < size:
             raise UserError(
-                f"too few samples of the classes {wanted[k]}: raise --clients or change --partition"
+                f"too few samples of the classes {wanted[k]}: change --clients or --partition"
             )
         parts[k], left = mine, left[~torch.isin(left, mine)]
     return [parts[k] for k in range(clients)]
@@ -191,8 +191,7 @@ def pools(data: Dataset, partition: str, test_domain: str | None) -> tuple[Tenso
         return data.train, data.test[:0] if is_silos else data.test
     if test_domain not in data.domains:
         raise UserError(
-            f"--test-domain: no domain {test_domain!r} in {data.name}; its domains are "
-            f"{', '.join(data.domains)}"
+            f"--test-domain: {test_domain!r} is not in {data.name}, but {', '.join(data.domains)}"
         )
     left_out = data.domain == data.domains.index(test_domain)
     pool = data.train if is_silos else torch.cat([data.train, data.test])
@@ -206,7 +205,7 @@ def pools(data: Dataset, partition: str, test_domain: str | None) -> tuple[Tenso
 
 
 def silos(
-    data: Dataset, pool: Tensor, numbers: Sequence[int], size: int, seed: int
+    data: Dataset, pool: Tensor, numbers: Sequence, size: int, seed: int
 ) -> tuple[Parts, Parts]:
     """Training and test samples of numbers[d] silos for each domain d (Zhang et al., section 4).
 
@@ -248,8 +247,7 @@ def divide(
     clients = clients or max(1, min(100, len(pool) // MEAN_SIZE))
     if len(pool) < clients * MIN_SIZE:
         raise UserError(
-            f"{len(pool)} samples are too few for {clients} clients, because each needs {MIN_SIZE}:"
-            " lower --clients, or add images"
+            f"{len(pool)} samples are too few for {clients} clients of {MIN_SIZE}: lower --clients"
         )
     if partition == "domain":
         parts = by_domain(data.domain[pool], clients, rng)
@@ -306,7 +304,7 @@ def make_clients(
     participating: int | None = None,
     per_round: int | None = None,
     alpha: float = 0.1,
-    silo_numbers: Sequence[int] = (),
+    silo_numbers: Sequence = (),
     silo_size: int = 2000,
     test_domain: str | None = None,
     held_out: float | None = None,

@@ -24,13 +24,13 @@ ADVICE = "lower --lr, or the weight of the method's own penalty if it has one"
 class Batches:
     """A client's batches (x, y), which can be walked once: those of training are of all epochs."""
 
-    def __init__(self, pairs: Iterator[tuple[Tensor, Tensor]]):
+    def __init__(self, pairs: Iterator):
         self.pairs = pairs
 
     def __iter__(self):
         return self
 
-    def __next__(self) -> tuple[Tensor, Tensor]:
+    def __next__(self) -> tuple:
         if not self.pairs:  # a loop that starts now would find nothing, and train on nothing
             raise UserError("batches of all epochs are walked again: use [*batches], or islice")
         try:
@@ -128,7 +128,7 @@ class Trainer:
         precision: str = "float32",
         evaluate_every: int = 1,
         rounds: int | None = None,
-        progress: Callable[[int, float], None] = lambda t, share: None,
+        progress: Callable = lambda t, share: None,
     ):
         self.x, self.y, self.labels = data.x.to(device), data.y.to(device), data.y
         self.classes = len(data.classes)
@@ -156,12 +156,12 @@ class Trainer:
 
     def train(
         self,
-        client_update: Callable[..., Tensor],
+        client_update: Callable,
         theta: Tensor,
         selected: Tensor,
         t: int,
         /,  # so that an option of client_update can have one of these names, such as theta
-        per_client: Mapping[str, Sequence] = {},
+        per_client: Mapping = {},
         sent: float | Tensor | None = None,
         **options,
     ) -> tuple[Tensor, Tensor]:
@@ -186,7 +186,6 @@ class Trainer:
             raise UserError(f"round {t} selects {selected.tolist()}: only 0 to {m - 1} participate")
         sizes = [len(self.clients.train[k]) for k in selected]
         mine = self._mine(theta, selected, sizes)  # the other processes train the other clients
-        total = sum(sizes[i] for i in mine)
         uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
 
         def train_one(i, upload):
@@ -194,7 +193,7 @@ class Trainer:
             set_weights(self.model, theta)
             self.model.train()
             batches, optimizer = Batches(self._batches(k, t)), self._optimizer()
-            own = {name: values[k] for name, values in per_client.items()}
+            own = self._own(per_client, k)
             try:
                 with seeded(self.device, self.seed, "dropout", t, k):  # the same on any process
                     loss = client_update(self.model, batches, optimizer, **own, **options)
@@ -210,7 +209,7 @@ class Trainer:
 
         for i in mine:
             train_one(i, uploads[i])
-            self.progress(t, sizes[i] / total)
+            self.progress(t, 1 / len(mine))
         ranks.add_up(uploads)
         self.count(selected, self.local.epochs, 2 * len(theta) if sent is None else 2 * sent)
         finite = torch.isfinite(uploads.sum(1)).tolist()
@@ -229,13 +228,13 @@ class Trainer:
 
     def map(
         self,
-        function: Callable[..., Tensor | tuple[Tensor, ...]],
+        function: Callable,
         theta: Tensor,
         ids: Tensor,
-        samples: Sequence[Tensor],
+        samples: Sequence,
         t: int,
         /,
-        per_client: Mapping[str, Sequence] = {},
+        per_client: Mapping = {},
         **options,
     ) -> list[Tensor]:
         """What `function` computes for each of these clients, int64 [K].
@@ -255,14 +254,14 @@ class Trainer:
             self.model.eval()
             pieces = samples[k].to(self.device).split(self.chunk)
             batches = Batches(self.batch(piece) for piece in pieces)
-            own = {name: values[k] for name, values in per_client.items()}
+            own = self._own(per_client, k)
             with seeded(self.device, self.seed, "evaluation", t, k):
                 found = function(self.model, batches, **own, **options)
             results[i] = found if isinstance(found, tuple) else (found,)
         columns = zip(*ranks.gather(results), strict=True)
         return [finite(torch.stack(column).to(self.device)) for column in columns]
 
-    def _mine(self, theta: Tensor, ids: Iterable, sizes: Sequence[int]) -> list[int]:
+    def _mine(self, theta: Tensor, ids: Iterable, sizes: Sequence) -> list[int]:
         """Which of these pieces of work this process does.
 
         Raises UserError if the others have other weights or clients, because then each would do a
@@ -274,6 +273,16 @@ class Trainer:
             when = f"in or after round {self.t} "
             ranks.agree(facts, when, "draw with random_at, or use --processes 1")
         return ranks.share_out(sizes)
+
+    def _own(self, per_client: Mapping, k: int) -> dict:
+        """Client k's value in each of these tables. Raises UserError if one is not of all clients.
+
+        A dict is, if it has this client.
+        """
+        for name, values in per_client.items():
+            if not isinstance(values, Mapping) and len(values) < self.clients.participating:
+                raise UserError(f"{name} has {len(values)} values: per_client takes them by id")
+        return {name: values[k] for name, values in per_client.items()}
 
     def count(self, ids: Tensor, passes: float = 0, numbers: float | Tensor = 0) -> None:
         """Adds to the cost what these clients did, int64 [K].
@@ -294,7 +303,7 @@ class Trainer:
             return torch.optim.Adam(parameters, local.lr, fused=True)
         return torch.optim.SGD(parameters, local.lr, local.momentum, fused=True)
 
-    def _batches(self, k: int, t: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, k: int, t: int) -> Iterator:
         """A client's batches: in each epoch consecutive slices of a new random order.
 
         An epoch's last slice may be smaller.
@@ -339,8 +348,8 @@ class Trainer:
         parts = [*clients.test[:m], *clients.tests.values()]
         _, predicted = self.predict(theta, torch.cat(parts))
         guesses = predicted.split([len(part) for part in parts])
-        pairs = zip(parts, guesses)
-        answers = torch.stack([confusion(self.labels[s], g, self.classes) for s, g in pairs])
+        counts = [confusion(self.labels[s], g, self.classes) for s, g in zip(parts, guesses)]
+        answers = torch.stack(counts)
         if m:
             row["id_selected"] = accuracy(answers[selected].sum(0))
         row |= accuracy_columns(answers[:m], dict(zip(clients.tests, answers[m:])))
@@ -371,7 +380,7 @@ class Trainer:
         return finite(losses), predicted
 
 
-def accuracy_columns(answers: Tensor, tests: Mapping[str, Tensor]) -> dict:
+def accuracy_columns(answers: Tensor, tests: Mapping) -> dict:
     """Columns of metrics.csv, from confusions: of the clients [M, C, C], and by test set [C, C]."""
     row = {}
     if len(answers):

@@ -21,19 +21,17 @@ METHODS = ["fedavg", "entropy_weighting", "minimax_select", "convex_hull_select"
 drawn = functools.cache(common.data.glyphs)
 
 
-def make_tiny(n_train=120, n_test=60, size=8):
+def make_tiny():
     """Noisy 8x8 images of three classes: the bright quarter. The second domain is darker."""
-    rng = np.random.default_rng(0)
-    n = n_train + n_test
+    rng, n = np.random.default_rng(0), 180
     y, domain = rng.integers(0, 3, n), np.arange(n) % 2
-    x = rng.integers(0, 60, (n, 1, size, size))
-    half = size // 2
+    x = rng.integers(0, 60, (n, 1, 8, 8))
     for i in range(n):
         top, left = divmod(int(y[i]), 2)
-        x[i, 0, top * half :, left * half :][:half, :half] += 180 - 100 * domain[i]
+        x[i, 0, top * 4 :, left * 4 :][:4, :4] += 180 - 100 * domain[i]
     return Dataset(
-        "tiny", torch.from_numpy(x).to(torch.uint8), torch.from_numpy(y), torch.arange(n_train),
-        torch.arange(n_train, n), ["a", "b", "c"], torch.from_numpy(domain), ["light", "dark"],
+        "tiny", torch.from_numpy(x).to(torch.uint8), torch.from_numpy(y), torch.arange(120),
+        torch.arange(120, n), ["a", "b", "c"], torch.from_numpy(domain), ["light", "dark"],
     )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def test_sorted_labels_ascend_in_each_epoch(patched, trainer, tiny):
     x, y = orders(patched, trainer, "sorted-labels")[0]
     expected = tiny.y[trainer.clients.train[0]].sort().values
     assert torch.equal(y[:40], expected) and torch.equal(y[40:], expected)
-    assert not torch.equal(x[:40], x[40:]), "within a class the order is random"
+    assert not torch.equal(x[:40], x[40:])  # within a class the order is random
 
 
 def test_a_client_that_is_not_reset_goes_on_from_the_one_before(patched, trainer):

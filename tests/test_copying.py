@@ -94,7 +94,7 @@ def test_the_plain_examples_learn(capsys):
     accuracies = [int(number) for number in re.findall(r"knows (\d+) %", printed)]
     assert len(accuracies) == 2 and min(accuracies) > 60
     first = ast.literal_eval(re.search(r"uncertainties (.*)", printed)[1])
-    assert first[2] > 1.3 * min(first), "the client with other inputs is the uncertain one"
+    assert first[2] > 1.3 * min(first)  # the client with other inputs is the uncertain one
     assert "codewords of each client: [4, 4, 12]" in printed
 
 

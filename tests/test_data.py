@@ -32,9 +32,9 @@ def test_a_colour_agrees_with_the_label_as_often_as_its_domain_says(monkeypatch)
     used = torch.isin(digits["y"], torch.tensor([0, 1, 7, 8]))
     shape = torch.isin(digits["y"][used], torch.tensor([1, 7]))
     half = digits["x"][used].double().view(-1, 14, 2, 14, 2).mean((2, 4)).floor()
-    assert torch.equal(data.x[: len(half)].amax(1).double(), half), "the digit at half the size"
+    assert torch.equal(data.x[: len(half)].amax(1).double(), half)  # the digit at half the size
     red, green, blue = (data.x.amax((2, 3)) > 0).T
-    assert not blue.any() and (red ^ green).all(), "one colour"
+    assert not blue.any() and (red ^ green).all()  # one colour
     wrong, agrees = data.y[: len(half)] != shape, green == data.y
     for d, agreement in enumerate(AGREEMENT):
         here = torch.nonzero(data.domain == d).flatten()
@@ -60,19 +60,21 @@ def test_rotation_is_torchvisions_in_equal_parts_and_leaves_the_original(tiny):
         angle = [0.0, -50.0, 30.0][domain]
         assert torch.equal(x, rotate(image, angle, InterpolationMode.BILINEAR))
     assert torch.equal(tiny.x, before) and turned.domains == ["0", "-50", "30"]
+    with_another_seed = rotated(tiny, [0.0, -50.0, 30.0])
+    assert turned.fingerprint() == with_another_seed.fingerprint() != tiny.fingerprint()
     for part, size in ((turned.train, 40), (turned.test, 20)):
         assert torch.bincount(turned.domain[part]).tolist() == [size] * 3
 
 
 def test_the_fingerprint_changes_with_one_pixel_one_label_or_one_domain(tiny):
     same = replace(tiny, name="other", x=tiny.x.mT.contiguous().mT)
-    assert same.fingerprint() == tiny.fingerprint(), "only values count, not strides"
+    assert same.fingerprint() == tiny.fingerprint()  # only values count, not strides
     found = {tiny.fingerprint(), replace(tiny, classes=["a", "b", "x"]).fingerprint()}
     for part in ("x", "y", "domain", "train"):
         other = getattr(tiny, part).clone()
         other[-1:].view(-1)[-1] += 1
         found.add(replace(tiny, **{part: other}).fingerprint())
-    assert len(found) == 6, "each change gives another number"
+    assert len(found) == 6  # each change gives another number
 
 
 # ---------------------------------------------------------------- folders of images
@@ -111,7 +113,7 @@ def test_a_layout_is_understood(tmp_path, capsys, layout):
     assert re.search(says, lines_of(capsys.readouterr().err)[-1 if "val" not in says else 0])
     if data.domain is None:
         tested = torch.bincount(data.y[data.test], minlength=len(data.classes))
-        assert len({*tested.tolist()}) == 1, "equally many of each class"
+        assert len({*tested.tolist()}) == 1  # equally many of each class
 
 
 REFUSED = r"""
@@ -132,8 +134,8 @@ test/cat, val/cat -> holds test, val: neither
 train/cat, test/cat, sketch/cat -> holds sketch, test, train: neither
 train/cat, test/cat, Testing/cat -> holds Testing, test, train: neither
 seg_train/cat, seg_test/cat -> holds seg_test, seg_train: neither
-train/cat, train/dog, test/cat -> dog has no training image, or no test image
-cat, dog/0.png -> dog has no training image, or no test image
+train/cat, train/dog, test/cat -> dog has no training or no test image
+cat, dog/0.png -> dog has no training or no test image
 cat/train, cat/test, dog/train -> test is no class: sort its images as test/CLASS/
 train, test1 -> test1 is no class: sort its images as test1/CLASS/
 train2017, val2017 -> val2017 is no class
@@ -174,16 +176,17 @@ def test_everything_else_is_refused(tmp_path, refused):
 
 
 def test_pixels_labels_and_parts_belong_together(pets, tmp_path, capsys):
-    (pets / "photo/cat/notes.heic").touch()
+    for name in ("notes.heic", "LICENSE"):
+        (pets / "photo/cat" / name).touch()
     data = load(str(pets), image_size=8)
     assert (data.x[:, 0, 0, 0] == 30 * data.y + 60 * data.domain).all()
-    assert "1 kinds of files left out (.heic)" in capsys.readouterr().err
+    assert "2 kinds of files left out (.heic, LICENSE)" in capsys.readouterr().err
     split = sort_images(tmp_path / "split", "Train/cat, Train/dog, test/cat, test/dog")
     data, is_test = load(str(split), image_size=8), torch.arange(40) > 19
     assert (data.x[:, 0, 0, 0] == 30 * data.y + 60 * is_test).all() and data.domain is None
     assert data.train.tolist() == [*range(20)] and data.test.tolist() == [*range(20, 40)]
     one, again = (load(str(pets / "photo"), image_size=8) for _ in range(2))
-    assert one.fingerprint() == again.fingerprint(), "the fifth for testing is always the same"
+    assert one.fingerprint() == again.fingerprint()  # the fifth for testing is always the same
     (split / "Train/cat/again.png").symlink_to(split / "test/cat/0.png")
     image_folder(split, 8)
     assert "1 images are copies of others" in capsys.readouterr().err

@@ -58,7 +58,7 @@ def test_the_toy_prints_what_the_page_shows(page):
     blocks, report = re.findall(r"```python\n(>>> .*?)```", PAGES[page], re.S), []
     toy = "\n".join(blocks)
     found = doctest.DocTestParser().get_doctest(toy, {}, page, f"docs/{page}.md", 0)
-    assert PAGES[page].count("\n>>> ") == len(found.examples), "a block of the toy begins with >>>"
+    assert PAGES[page].count("\n>>> ") == len(found.examples)  # a block of the toy begins with >>>
     assert doctest.DocTestRunner().run(found, out=report.append).failed == 0, "".join(report)
 
 
@@ -74,7 +74,7 @@ def test_the_code_of_the_page_about_python_runs(tmp_path, monkeypatch):
         exec(block.replace("--rounds 3", f"--rounds 3 {learns}"), names)
     digits, row = names["digits"], read_rows(tmp_path / "runs/first/seed1")[-1]
     right = (names["answers"] == digits.y[digits.test]).float().mean().item()
-    assert right == pytest.approx(float(row["ood_accuracy"]), abs=1e-6), "loaded again"
+    assert right == pytest.approx(float(row["ood_accuracy"]), abs=1e-6)  # loaded again
 
 
 def test_the_program_about_fediirs_limits_measures_the_disagreement(monkeypatch, capsys):

@@ -34,5 +34,5 @@ def test_the_pictures_of_the_selections_see_the_tables_that_decide():
     assert is_rare.sum() == 3
     count, rare = selections.corners(2)
     trained = [(len(s), r[s].sum()) for _, s, r in selections.example(convex_hull_select, 2)]
-    assert (count[3], rare[3]) == pytest.approx(np.mean(trained, 0)), "in four dimensions"
-    assert count[0] == 2, "on a line"
+    assert (count[3], rare[3]) == pytest.approx(np.mean(trained, 0))  # in four dimensions
+    assert count[0] == 2  # on a line

@@ -33,7 +33,7 @@ def test_training_on_a_gpu_is_training_on_a_cpu(tiny, trainer, name, optimizer, 
         thetas, _ = there.train(local_solver, there.initial, torch.tensor([0]), 1)
         deltas.append((thetas - there.initial).cpu())
     error = (deltas[0] - deltas[1]).norm() / deltas[0].norm()
-    assert error < (1e-4 if optimizer == "sgd" else 1e-2), "Adam divides by rounding errors"
+    assert error < (1e-4 if optimizer == "sgd" else 1e-2)  # Adam divides by rounding errors
 
 
 @pytest.mark.parametrize("method", CALLS)

@@ -113,4 +113,4 @@ def test_vgg16_has_batch_norm_and_the_parameters_of_zhangs_table_11(tmp_path, mo
     assert f"{parameters(ours) / 1e6:.3f}" == "14.991"
     image = torch.rand(4, 3, 32, 32)
     found, expected = ours.features(image * 2 - 1), theirs.features(NORMALISE(image))
-    assert torch.allclose(found, expected, atol=1e-4), "its batch norm looks at the batch"
+    assert torch.allclose(found, expected, atol=1e-4)  # its batch norm looks at the batch

@@ -136,7 +136,7 @@ def test_a_column_of_a_run():
 def test_the_measures_of_a_comparison():
     """By hand, for two seeds: the last five of six evaluations, and the five nearest to round 1."""
     c = comparison([[0.9, 0.1, 0.1, 0.1, 0.1, 0.6], [0.5] * 6, [0.7] * 6], [[0.1] * 6, [0.2] * 6])
-    assert c.difference() == pytest.approx([10, 30]), "the third seed has no partner"
+    assert c.difference() == pytest.approx([10, 30])  # the third seed has no partner
     assert c.difference(tables.around(1)) == pytest.approx([16, 30])
     c.measure = "last"
     assert c.difference() == pytest.approx([50, 30])
@@ -183,7 +183,7 @@ def test_the_sentence_on_the_curves_of_weights_repeats_from_their_csv(data):
     jumps = [f"{np.abs(np.diff(curve)).mean():.1f}" for curve in curves]
     highest = (np.argmax([curve.mean(0) for curve in curves], 0) == 0).sum()
     if data == "cifar10":
-        assert highest == 30, "in each of the rounds 21 to 50"
+        assert highest == 30  # in each of the rounds 21 to 50
         says = "OOD jumps by {} points (equal weights: {}; by size: {})"
     else:
         assert f"highest in {highest} of these 30 rounds" in text

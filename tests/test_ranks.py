@@ -77,7 +77,7 @@ def test_any_number_of_processes_gives_the_same_bytes(folders, started, method):
 
 @pytest.mark.parametrize("started", ["1", "9", "torchrun"])
 def test_only_one_process_prints(folders, started):
-    assert (folders / started / "out").read_text().count("pictures are in") == len(CALLS)
+    assert (folders / started / "out").read_text().count("Metrics, models") == len(CALLS)
 
 
 @pytest.mark.parametrize("method", [minimax_select, uefl])
@@ -206,6 +206,7 @@ def other_weights():
 OTHERS = {
     "weights": ("", other_weights),
     "lr": ("--lr 0.2", nothing),
+    "seeds": ("--seed 0 1", nothing),
     "data": ("", other_data),
     "code": ("", other_code),
 }

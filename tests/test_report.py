@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 from scipy.stats import ttest_rel
@@ -14,7 +13,7 @@ from common.runner import table
 from results import report
 
 
-def make_run(folder: Path, accuracies: list, seed=0, domain=None, about=(), **flags) -> Path:
+def make_run(folder, accuracies, seed=0, domain=None, about=(), **flags):
     """A finished run with these ID accuracies; its OOD accuracies are 1 minus these."""
     folder.mkdir(parents=True)
     shared = {
@@ -63,7 +62,8 @@ def test_a_folder_is_a_row_with_its_runs_wherever_they_lie_in_it(tmp_path, compa
 
     A baseline has as many rounds as its method came to, and these can depend on the seed.
     """
-    one, other = {"rounds": 6, "processes": 4}, {"rounds": 7, "gamma": [0.0, -50.0]}
+    one = {"rounds": 6, "processes": 4, "dataset": "pets"}
+    other = {"rounds": 7, "gamma": [0.0, -50.0], "dataset": "/home/me/pets"}
     shared = {"method_rounds": 2, "gamma": [0, -50]}
     make_run(tmp_path / "runs/a/x/y", [0.1, 0.6, 0.6, 0.6, 0.6, 0.6], 1, **{**shared, **one})
     make_run(tmp_path / "runs/a/seed0", [0.1, 0.8, 0.8, 0.8, 0.8, 0.8], **{**shared, **other})
@@ -119,7 +119,7 @@ def test_differences_are_paired_within_a_test_domain_and_then_averaged(tmp_path,
     assert [rows[f"ours - fedavg, {domain}"][1] for domain in "ABC"] == ["+10.0", "+20.0", "+0.0"]
     assert rows["few - fedavg"] == ["0", "+20.0", "-20.0"]
     assert rows["other - fedavg"] == ["none in common"]
-    assert rows["fedavg"][:2] == ["0", "56.7"], "seed 1 has not all domains"
+    assert rows["fedavg"][:2] == ["0", "56.7"]  # seed 1 has not all domains
     assert rows["fedavg, A"][:2] == ["0 1", "45.0 ± 49.5"]
 
 
@@ -138,7 +138,7 @@ def test_each_kind_of_measure_by_hand():
     early = Namespace(
         args=Namespace(seed=4, test_domain=None, rounds=9), images=1, rows=run.rows[6:]
     )
-    assert table.table({"a": [run, early]})[0][2].startswith("samples"), "no mean over one of two"
+    assert table.table({"a": [run, early]})[0][2].startswith("samples")  # no mean over one of two
 
 
 SHARED = {
@@ -161,9 +161,9 @@ SHARED = {
 def test_what_rows_do_not_share_is_named(tmp_path, printed, changes, says):
     """Every flag, also a method's own; of two methods those that both have.
 
-    The second seed has other images, because they are rotated by the seed, and no partner.
+    The second seed has no partner.
     """
-    second = {"seed": 1, "about": {"data": 3, "machine": "torch 2.16"}}
+    second = {"seed": 1, "about": {**changes.get("about", {}), "machine": "torch 2.16"}}
     make_run(tmp_path / "a/0", **{**SHARED, **changes})
     make_run(tmp_path / "a/1", **{**SHARED, **changes, **second})
     make_run(tmp_path / "b", **SHARED)

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import helpers
 import numpy as np
 import pytest
 import torch
@@ -230,7 +231,7 @@ def test_a_changed_line_is_the_same_run_anywhere_or_is_refused(
 
     expected = outcome(start(method(), words))
     chosen = selections(expected[1])
-    assert len({*map(tuple, chosen)}) > 2, "each round selects others"
+    assert len({*map(tuple, chosen)}) > 2  # each round selects others
     if habit == "nothing":
         assert outcome(start(fedavg, words + "--out original")) == expected
     two = f"{words} --precision float32 --device cpu --out two --processes 2"
@@ -269,15 +270,23 @@ def test_what_a_client_keeps_from_the_one_before_is_refused(
         assert code == 2 and "ends with other weights if it trains again" in line
 
 
-def test_processes_whose_models_differ_after_the_last_round_are_refused(
-    start, launched, monkeypatch
-):
+@pytest.mark.parametrize("what", ["weights", "mine", "last round"])
+def test_processes_that_differ_after_the_last_round_are_refused(start, launched, monkeypatch, what):
     evaluate = Trainer.evaluate
-    mine = lambda self, w, *others: evaluate(self, w + os.getpid(), *others)  # noqa: E731
-    monkeypatch.setattr(Trainer, "evaluate", mine)
-    words = f"{TWELVE} --no-compare --precision float32 --device cpu --rounds 1 --out two"
+
+    def mine(self, w, *others):
+        w = w + os.getpid() * (what == "weights")
+        return evaluate(self, w, *others) | {"mine": os.getpid()}
+
+    rounds = fedavg.federate
+    early = lambda *given: itertools.islice(rounds(*given), 1 + ranks.RANK)  # noqa: E731
+    if what == "last round":
+        monkeypatch.setattr(fedavg, "federate", early)
+    else:
+        monkeypatch.setattr(Trainer, "evaluate", mine)
+    words = f"{TWELVE} --no-compare --precision float32 --device cpu --rounds 2 --out two"
     code, [line] = launched(fedavg, f"{words} --processes 2", start)
-    assert code == 2 and "the processes differ in their weights" in line
+    assert code == 2 and re.search(f"the processes differ in their ({what}|clients)", line)
 
 
 def test_what_is_drawn_before_the_first_round_is_the_same_in_each_program():
@@ -333,13 +342,8 @@ def test_a_copy_does_not_go_on_with_other_code(mine, start, refused, tmp_path):
     assert outcome(Path("run")) == before
 
 
-def test_a_file_of_weights_that_has_changed_is_other_code(tmp_path):
-    found = []
-    for text in "ab":
-        (tmp_path / "weights").write_text(text)
-        flags.code_of.cache_clear()
-        found.append(flags.defaults(fedavg, f"--pretrained {tmp_path}/weights").code)
-    assert found[0] != found[1]
+def test_a_file_of_weights_counts_as_code():
+    assert "README.md" in flags.defaults(fedavg, f"--pretrained {ROOT}/README.md").code
 
 
 # ------------------------------------------------------------------------ several seeds and domains
@@ -356,7 +360,7 @@ def test_several_seeds_and_domains_are_runs_as_by_hand_and_resume_repeats_nothin
     start(fediir, "--resume all")
     done = len(rounds)
     start(fediir, "--resume all")
-    assert len(rounds) == done and done < 16, "there is nothing left to do"
+    assert len(rounds) == done and done < 16  # there is nothing left to do
     printed = capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["report.py", "all", "all-fedavg"])
     report.main()  # whose numbers are checked in test_report.py
@@ -375,10 +379,10 @@ def test_of_several_seeds_one_diverges_and_the_others_go_on(start, launched, mon
         code, lines = launched(entropy_weighting, words, start)
     line = f"entropy_weighting.py: three/seed2: client {k} diverged in round 3: {ADVICE}"
     assert code == 2 and lines == [line]
-    assert re.search(r"^entropy +1 3 ", launched.out, re.M), "the table counts the others"
+    assert re.search(r"^entropy +1 3 ", launched.out, re.M)  # the table counts the others
     for seed, name in itertools.product("13", ("", "-equal")):
         assert outcome(Path(f"three{name}/seed{seed}")) == outcome(Path(f"whole{name}/seed{seed}"))
-    assert not Path("three-equal/seed2").exists(), "nobody knows how many rounds it should have"
+    assert not Path("three-equal/seed2").exists()  # nobody knows how many rounds it should have
     start(entropy_weighting, "--resume three")
     assert capsys.readouterr().out.splitlines()[-9:-1] == out.splitlines()[-9:-1]
     assert outcome(Path("three/seed2")) == outcome(Path("whole/seed2"))
@@ -396,7 +400,7 @@ def test_of_several_seeds_one_ends_early_and_the_others_go_on(start, launched, m
     monkeypatch.setattr(fedavg, "federate", failing)
     code, lines = launched(fedavg, f"{CUTS[fedavg]} --no-compare --seed 1 2 3 --out three", start)
     assert code == 2 and "fedavg.py: three/seed2: " in lines[-1]
-    assert re.search(r"^FedAvg +1 3 ", launched.out, re.M), "the table counts the others"
+    assert re.search(r"^FedAvg +1 3 ", launched.out, re.M)  # the table counts the others
 
 
 # ----------------------------------------------------------------------------------------- mistakes
@@ -412,15 +416,15 @@ fedavg --rotate=0 --rotate=9 -> --rotate is given twice
 fediir --test-domain mono --dataset glyphs --model resblocks -> has batch norm
 fediir --dataset some/folder --model convnet --clients 4 -> --test-domain is missing
 minimax_select --clients 3 -> too few samples of the classes
-minimax_select --dataset colours --clients 8 --partition rare -> change --partition
-fedavg --partition iid --clients 1201 -> 12000 samples are too few for 1201 clients, because each
+minimax_select --dataset colours --clients 8 --partition rare -> change --clients or --partition
+fedavg --partition iid --clients 1201 -> 12000 samples are too few for 1201 clients
 fediir --partition domain --clients 1 --dataset glyphs -> --clients 1 is fewer than the
 fedavg --clients 9 --sample 5 -> --sample 5: only 4 of 9 clients participate; lower it, or raise
 fedavg --clients 9 --sample 6 -> (a --sample that you did not give is this data set's default)
 fedavg --clients 4 --participating 9 -> --participating 9 is more than the 4 clients
 uefl --silos 1 -> give a number for each of 3 domains
 uefl --silo-size 9999 -> lower --silo-size, because a silo takes 9999 samples, and the domains have
-entropy_weighting --test-domain gothic -> no domain 'gothic' in glyphs; its domains are
+entropy_weighting --test-domain gothic -> 'gothic' is not in glyphs, but
 uefl --sample 3 -> --sample: in UEFL all clients train
 uefl --model convnet -> convnet has no dropout
 uefl --segments 7 -> --segments 7 does not divide
@@ -465,7 +469,7 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(mistake, tmp_path, monke
     assert line.startswith(f"{name}.py: ")
     ranks.may_fork = False  # it was a program for a moment
     after = sorted(p for p in tmp_path.rglob("*") if "empty" not in p.parts)
-    assert after == before, "torchvision may make its own empty folder, but nothing else appears"
+    assert after == before  # torchvision may make its own empty folder, but nothing else appears
 
 
 @pytest.mark.parametrize("method", CALLS)
@@ -535,7 +539,7 @@ def test_what_a_copy_yields_is_converted_or_refused_in_the_first_round(new_run, 
     [found] = read_rows(tmp_path / "run")
     assert [found[name] for name in row] == ["1 2.5", "0.5", "0 1 2", "1", "7"]
     assert kept(tmp_path / "run")["mine"] == state["mine"]
-    for wrong in ("text", {"x": 1}, [[1], [1, 2]], None):
+    for wrong in ("text", {"x": 1}, [[1], [1, 2]]):
         with pytest.raises(UserError, match="wrong is no number and no list of numbers"):
             run.record(state, {"wrong": wrong})
     with pytest.raises(UserError, match="seconds is a column already"):
@@ -560,23 +564,37 @@ SEEN_BY_MODULE = []
 
 
 def test_variables_that_change_beside_the_state_are_named(start, monkeypatch, capsys):
-    """Not the model, which the trainer sets."""
+    """Not the model, which the trainer sets. A client's list may be empty at the round's end."""
 
     def federate(args, clients, trainer, state):
         model, w = trainer.model, trainer.initial
-        ema, seen = w, []
+        for _ in range(2):  # another loop
+            best, seen, copied = w, [], copy.deepcopy(model)
         for t in (1, 2):
             w = 0.5 * w
-            ema = ema + w
+            best = best + w
             seen.append(t)
+            read_rows.calls = t
             SEEN_BY_MODULE.append(t)
+            trainer.progress(t, 1)
+            SEEN_BY_MODULE.clear()
+            helpers.of_helper = t
             model.classifier[2].bias.data.fill_(t)
-            yield {"t": t, "w": w}, {"selected": [0], "train_loss": 0.5}
+            copied.classifier[2].bias.data.fill_(t)
+            yield {"t": t, "w": w}, {"selected": [0], "train_loss": 0.5, "mine": None}
 
     monkeypatch.setattr(fedavg, "federate", federate)
     start(fedavg, CUTS[fedavg] + "--no-compare")
-    (names,) = re.findall(r"(.*) changes from round", capsys.readouterr().err)
-    assert {*names.split(", ")} == {"ema", "seen", "SEEN_BY_MODULE"}
+    names = re.findall(r"(.*) changes, but", capsys.readouterr().err)
+    kept = ["test_run.SEEN_BY_MODULE", "helpers.of_helper", "helpers.read_rows.calls"]
+    kept += [f"{name} of federate()" for name in ("best", "seen", "copied")]
+    assert {*", ".join(names).split(", ")} == {*kept}
+
+
+def test_flags_that_federate_changes_are_refused(mine, refused):
+    """The trainer has read them already."""
+    method = mine("", "vars(args).update(lr=1) or select(args, clients, trainer, w, t)")
+    refused(method, TWELVE + "--no-compare", "federate() changes args.lr")
 
 
 def test_a_run_that_is_made_longer_repeats_a_round_and_changes_nothing_if_it_differs(
@@ -684,7 +702,7 @@ def test_label_skew_does_not_inherit_the_rotations_of_silos():
     assert parsed(uefl, "--partition iid --rotate 15").rotate == [15]
     assert parsed(uefl, "").rotate == parsed(uefl, "--partition domain").rotate == [0, -50, 120]
     mnist = parsed(fediir, "--dataset mnist --partition iid")
-    assert mnist.rotate and float(mnist.test_domain) in mnist.rotate, "it leaves one angle out"
+    assert mnist.rotate and float(mnist.test_domain) in mnist.rotate  # it leaves one angle out
 
 
 def test_what_a_shell_leaves_in_a_word_is_not_part_of_it(monkeypatch):

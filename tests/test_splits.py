@@ -29,9 +29,9 @@ def test_dirichlet_shares_have_the_mean_and_variance_of_the_distribution(monkeyp
     assert ((shares.mean(0) - 1 / clients).abs() < 4 * (variance / draws) ** 0.5).all()
     assert torch.allclose(shares.var(0), torch.tensor(variance), rtol=0.25)
     between_classes = torch.corrcoef(shares[:, 0].T)[0, 1]
-    assert between_classes.abs() < 4 / draws**0.5, "each class has its own draw"
+    assert between_classes.abs() < 4 / draws**0.5  # each class has its own draw
     parts = dirichlet(labels, 80, 1e-12, random_at(0, "deal"))
-    assert all_once(parts, torch.arange(800)) and {*map(len, parts)} == {10}, "nobody has less"
+    assert all_once(parts, torch.arange(800)) and {*map(len, parts)} == {10}  # nobody has less
 
 
 @pytest.mark.parametrize("sizes", [[1000, 999, 10], [50] * 6, [2048, 2344, 1670, 3929]])
@@ -53,8 +53,8 @@ def test_two_shards_of_equal_size_have_few_labels(rng):
     parts = shards(labels, 100, rng)
     assert all_once(parts, labels.argsort()) and {len(part) for part in parts} == {60}
     held = [labels[part].unique(return_counts=True)[1].tolist() for part in parts]
-    assert max(map(len, held)) == 2, "600 samples are 20 whole shards"
-    assert held.count([60]) < 30, "the second is drawn from all: of 199 others 19 have this label"
+    assert max(map(len, held)) == 2  # 600 samples are 20 whole shards
+    assert held.count([60]) < 30  # the second is drawn from all: of 199 others 19 have this label
     shifted = shards(labels[15:], 100, rng)  # 199.5 shards' worth: borders are inside of shards
     assert {len(part) for part in shifted} <= {58, 59, 60} and all_once(shifted, torch.arange(5985))
     assert max(len(labels[15:][part].unique()) for part in shifted) in (3, 4)
@@ -73,7 +73,7 @@ def test_a_sample_is_uniform_or_by_size(sizes, rng):
     assert (drawn[:, 0] < drawn[:, 1]).all()
     shares = (drawn[..., None] == ids).any(1).float().mean(0)
     error = (shares - p * (1 + odds.sum() - odds)).abs()
-    assert error.max() < 0.028, "4 standard deviations"
+    assert error.max() < 0.028  # 4 standard deviations
 
 
 def test_generators_at_different_addresses_differ():
@@ -105,7 +105,7 @@ def test_no_sample_has_two_owners_and_a_seed_gives_the_same_clients(partition, t
         pool, expected = (torch.nonzero(data.domain == d).flatten() for d in (0, 1))
     assert torch.equal(ood, expected) and torch.isin(held, torch.cat([pool, data.test])).all()
     if partition in ("iid", "dirichlet", "shards", "domain"):
-        assert all_once([held], pool), "with a test domain, the training and the test set are one"
+        assert all_once([held], pool)  # with a test domain, the training and the test set are one
     assert torch.equal(held, torch.cat(held_by(again)))
     assert not torch.equal(clients.train[0], other.train[0])
 
@@ -116,7 +116,7 @@ def test_the_participating_clients_come_first_and_are_those_of_the_draw(tiny, pa
     some = make_clients(tiny, 1, partition, clients=8, participating=2)
     drawn = sample(torch.arange(8), 2, random_at(1, "participate")).tolist()
     order = drawn + [k for k in range(8) if k not in drawn]
-    assert drawn != [0, 1], "the draw changes the order"
+    assert drawn != [0, 1]  # the draw changes the order
     for i, k in enumerate(order):
         train, test = everybody.train[k], everybody.test[k]
         assert torch.equal(some.train[i], train) and torch.equal(some.test[i], test)
@@ -190,11 +190,11 @@ def test_three_of_four_specialists_hold_one_class(n):
     is_alone = (counts > 0).sum(1) == 1
     shares = (counts[is_alone] > 0).sum(0)
     assert is_alone.sum() == clients.groups.count("one class") == 3 * n // 4
-    assert shares.max() - shares.min() <= 1, "every class has as many specialists as any other"
+    assert shares.max() - shares.min() <= 1  # every class has as many specialists as any other
     p, of_others = data.y[data.train].bincount() / len(data.train), counts[~is_alone].sum(0)
     expected = p * of_others.sum()
     error = (of_others - expected).abs()
-    assert (error < 4 * (expected * (1 - p)).sqrt()).all(), "a random sample of all classes"
+    assert (error < 4 * (expected * (1 - p)).sqrt()).all()  # a random sample of all classes
 
 
 @pytest.mark.parametrize(("partition", "lent"), [("dirichlet", 140), ("iid", 140), ("domain", 0)])

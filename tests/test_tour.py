@@ -85,8 +85,8 @@ def test_the_arrows_are_the_clients_gradients(tour):
         by_hand = ((y - 0.5)[:, None] * x).mean(0)
         torch.testing.assert_close(wish, by_hand)
     plain, penalised = tour.train_together(0)[-1], tour.train_together(50)[-1]
-    assert plain[0] > 1 and abs(penalised[0]) < 0.1, "the penalty takes out the colour"
-    assert penalised[1] > 0.5, "and leaves the shape"
+    assert plain[0] > 1 and abs(penalised[0]) < 0.1  # the penalty takes out the colour
+    assert penalised[1] > 0.5  # and leaves the shape
 
 
 def test_new_words_miss_by_less(tour):

@@ -30,7 +30,7 @@ def test_adams_first_step_has_the_size_of_the_learning_rate(trainer):
     trainer.local = LocalTraining(epochs=1, batch_size=1000, lr=1e-3, optimizer="adam")
     step = (trained(trainer)[0] - trainer.initial).abs()
     assert step.max() < 1e-3 * 1.001
-    assert (step > 0.95e-3).float().mean() > 0.5, "a gradient well above epsilon moves it by lr"
+    assert (step > 0.95e-3).float().mean() > 0.5  # a gradient well above epsilon moves it by lr
 
 
 def draw(*given):
@@ -52,12 +52,12 @@ def test_what_a_client_learns_and_draws_does_not_depend_on_who_trained_before(ti
     devices.seed_all(0, "test")
     both, losses = trained(trainer, (0, 1), update=learn_and_draw)
     rounds, shares = zip(*done)
-    assert {*rounds} == {1} and sum(shares) == pytest.approx(1), "the clock has moved by a round"
+    assert {*rounds} == {1} and sum(shares) == pytest.approx(1)  # the clock has moved by a round
     [noise] = trainer.map(draw, trainer.initial, torch.tensor([0, 1]), [tiny.train] * 2, 1)
-    assert torch.equal(draw(), expected), "training leaves the generators alone"
+    assert torch.equal(draw(), expected)  # training leaves the generators alone
     alone, loss = trained(trainer, (1,), update=learn_and_draw)
     assert torch.equal(both[1], alone[0]) and losses[1] == loss != losses[0]
-    assert not torch.equal(trained(trainer, (1,), 2)[0], alone), "another round has other batches"
+    assert not torch.equal(trained(trainer, (1,), 2)[0], alone)  # another round has other batches
     [same] = trainer.map(draw, trainer.initial, torch.tensor([1]), [tiny.train] * 2, 1)
     assert torch.equal(noise[1], same[0]) and len(noise.unique()) == 6
 
@@ -76,13 +76,15 @@ def test_each_client_gets_its_own_value_and_all_get_the_shared_one(tiny, trainer
 
     own, ids = {"own": [1.0, 2.0, 4.0]}, torch.tensor([2, 0])
     thetas, losses = trained(trainer, (2, 0), 1, update, per_client=own, same=100.0)
-    assert (thetas[0] == 104).all() and (thetas[1] == 101).all(), "row i belongs to client ids[i]"
+    assert (thetas[0] == 104).all() and (thetas[1] == 101).all()  # row i belongs to client ids[i]
     assert losses.tolist() == [4, 1]
     trainer.chunk, samples = 9, tiny.train.split(30)
     sums, labels = trainer.map(of_client, trainer.initial, ids, samples, 1, own, same=100.0)
     assert sums.tolist() == [[104, 104], [101, 101]]
     assert torch.equal(labels, tiny.y[torch.stack([samples[2], samples[0]])])
     trained(trainer, (1,), 1, update, per_client=own, same=0.0)  # it is in training mode again
+    with pytest.raises(UserError, match="own has 1 values: per_client takes them by id"):
+        trained(trainer, (0,), 1, update, per_client={"own": [1.0]})
 
 
 def test_only_participating_clients_train_and_at_least_one(trainer):
@@ -145,7 +147,7 @@ def test_answers_to_single_samples_are_those_to_batches(tiny, trainer, chunk):
     model.register_forward_pre_hook(lambda model, x: found.append(len(x[0])))
     losses, predicted = trainer.predict(trainer.initial, samples)
     assert max(found) == min(chunk, 65) and sum(found) == 65
-    assert torch.equal(get_weights(model), trainer.initial), "evaluation changes no statistics"
+    assert torch.equal(get_weights(model), trainer.initial)  # evaluation changes no statistics
     logits = torch.cat([model.eval()(tiny.x[k : k + 1].float() / 127.5 - 1) for k in samples])
     nll = -logits.log_softmax(1)[range(len(samples)), tiny.y[samples]]
     assert torch.equal(predicted, logits.argmax(1)) and torch.allclose(losses, nll, atol=1e-5)
@@ -224,7 +226,7 @@ def test_weights_go_to_a_vector_and_back_with_the_statistics_of_batch_norm():
     set_weights(other, theta)
     assert torch.allclose(model.eval()(x), other.eval()(x))
     for part, parameter in zip(unflatten(other, theta), other.parameters(), strict=False):
-        assert torch.equal(part, parameter), "parameters come before the statistics"
+        assert torch.equal(part, parameter)  # parameters come before the statistics
 
 
 @pytest.mark.parametrize("has_it", [True, False])
@@ -241,4 +243,4 @@ def test_auto_takes_bfloat16_only_if_the_hardware_has_it(monkeypatch, has_it):
     ):
         monkeypatch.setattr(devices, "_device", lambda name, device=device: torch.device(device))
         assert devices.set_up("any", name, model)[1] == expected
-        assert not torch.backends.cuda.matmul.allow_tf32, "the server's products stay exact"
+        assert not torch.backends.cuda.matmul.allow_tf32  # the server's products stay exact

@@ -44,7 +44,7 @@ def test_each_segment_becomes_the_nearest_codeword_that_may_be_used(mean, segmen
     codebook.extend(torch.from_numpy(words))
     out, loss, index = codebook(torch.from_numpy(tokens), torch.from_numpy(usable))
     parts, squares = tokens.reshape(-1, words.shape[1]).astype(float), []
-    for z, found in zip(parts, index.flatten().tolist(), strict=True):
+    for z, found in zip(parts, index.flatten().tolist()):
         distances = ((words.astype(float) - z) ** 2).sum(1)
         assert usable[found] and distances[found] <= distances[usable].min() + 1e-5
         squares.append(distances[found])
@@ -68,7 +68,7 @@ def test_tokens_in_bfloat16_meet_a_codebook_in_float32_also_under_autocast(size)
     codebook, tokens = ExtensibleCodebook(size, 6, 2), torch.randn(4, 3, 6).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         found = codebook(tokens)
-    for one, other in zip(found, codebook(tokens.float()), strict=True):
+    for one, other in zip(found, codebook(tokens.float())):
         assert one.dtype == other.dtype and torch.equal(one, other)
 
 
@@ -86,7 +86,7 @@ def test_new_codewords_are_the_centres_of_the_clients_clusters():
     )
     with warnings.catch_warnings(action="error"):
         for n in (1, 9):
-            assert new_codewords(torch.tensor([[1.0, 2.0]] * n), 4) == [[1, 2]] * 4, "too few"
+            assert new_codewords(torch.tensor([[1.0, 2.0]] * n), 4) == [[1, 2]] * 4  # too few
 
 
 # ---------------------------------------------------------------- uncertainty and threshold
@@ -107,7 +107,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_entropy_refuses_what_is_no_distribution(wrong, rng):
     p = torch.from_numpy(rng.standard_normal((4, 30, 3))).softmax(2)
-    assert predictive_entropy(p.half()).min() > 0, "rounding is no mistake"
+    assert predictive_entropy(p.half()).min() > 0  # rounding is no mistake
     with pytest.raises(ValueError, match="sum to 1"):
         predictive_entropy(wrong(p))
 
@@ -116,7 +116,7 @@ def test_threshold_on_a_worked_example():
     entropies = torch.tensor([1.0, 1.25, 1.35, 2.0])
     assert uncertain(entropies, 0.3).tolist() == [False, False, True, True]
     assert not uncertain(entropies, math.inf).any()
-    assert not uncertain(torch.zeros(3), 0.1).any(), "line 3: nobody grows in the first iteration"
+    assert not uncertain(torch.zeros(3), 0.1).any()  # line 3: nobody grows in the first iteration
     with pytest.raises(ValueError, match="NaN"):
         uncertain(torch.tensor([1.0, torch.nan]), 0.3)
 
@@ -139,7 +139,7 @@ def test_uncertainty_is_the_entropy_of_the_mean_pass_with_the_dropout_of_its_rou
         where = trainer.initial, clients.ids, clients.test, t
         return trainer.map(uefl.client_uncertainty, *where, passes=passes)[0]
 
-    assert of_clients(1, 50).mean() > of_clients(1, 1).mean(), "it is above the mean of entropies"
+    assert of_clients(1, 50).mean() > of_clients(1, 1).mean()  # it is above the mean of entropies
     assert of_clients(1, 1).equal(of_clients(1, 1)) and not of_clients(1, 1).equal(of_clients(2, 1))
 
 
@@ -153,7 +153,7 @@ def test_the_average_is_numpys_over_the_clients_that_use_a_weight(dtype, rel, rn
     sizes = torch.tensor([0, 70_000, 1, 2_000, 80_000])
     uses[1], uses[:, 7], uses[:, 8] = True, False, torch.arange(5) == 0
     found = average(theta, thetas, sizes, uses)
-    assert found.dtype == dtype and found[7:9].equal(theta[7:9]), "no client with samples uses it"
+    assert found.dtype == dtype and found[7:9].equal(theta[7:9])  # no client with samples uses it
     used = np.ma.array(thetas.double(), mask=~uses)
     expected = np.ma.average(used, axis=0, weights=sizes.numpy())
     assert expected.mask.nonzero()[0].tolist() == [7, 8]

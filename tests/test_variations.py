@@ -31,7 +31,7 @@ fresh = multiprocessing.get_context("forkserver")  # imports the slow libraries 
 fresh.set_forkserver_preload([*LIBRARIES, "matplotlib.backends.backend_agg"])
 
 
-def apply(diff: Path, tree: Path) -> str:
+def apply(diff, tree):
     """Applies the diff to a copy of the code in this folder: git's complaint, or ""."""
     shutil.copytree(ROOT / "common", tree / "common", ignore=shutil.ignore_patterns("__pycache__"))
     for file in ROOT.glob("*.py"):
@@ -41,7 +41,7 @@ def apply(diff: Path, tree: Path) -> str:
     return subprocess.run(command, cwd=tree, env=alone, capture_output=True, text=True).stderr
 
 
-def check(name: str, tree: Path) -> str:
+def check(name, tree):
     """In a new process: what went wrong with README's commands or with the checks, or ""."""
     if complaint := apply(VARIATIONS / f"{name}.diff", tree):
         return f"docs/variations/{name}.diff no longer applies: {complaint}"
@@ -80,7 +80,7 @@ def test_a_variation_applies_and_passes_its_checks(checks, name):
 def test_each_variation_has_its_paragraph_and_its_checks():
     checks = {file.stem for file in (ROOT / "tests/variations").glob("*.py")}
     assert set(SECTIONS) == set(NAMES) == checks
-    assert all("    python " in text for text in SECTIONS.values()), "the command that uses it"
+    assert all("    python " in text for text in SECTIONS.values())  # the command that uses it
 
 
 @pytest.mark.parametrize("diff", sorted(CONTROLS.glob("*.diff")), ids=lambda diff: diff.stem)

@@ -92,10 +92,10 @@ def test_rounding_makes_no_vertices(rng, weights):
     directions = normal(rng, 3, weights)
     lengths = torch.from_numpy(rng.uniform(0.5, 2, (40, 1))).float()
     one, two = lengths * directions[:1], lengths * directions[torch.arange(40) % 2]
-    assert hull_vertices(one, 3, scale=True).tolist() == [0], "all of one direction"
+    assert hull_vertices(one, 3, scale=True).tolist() == [0]  # all of one direction
     ends = [lengths.argmin().item(), lengths.argmax().item()]
-    assert hull_vertices(one, 3).tolist() == sorted(ends), "on a line"
-    assert len(hull_vertices(two, 3, scale=True)) == 2, "two directions"
+    assert hull_vertices(one, 3).tolist() == sorted(ends)  # on a line
+    assert len(hull_vertices(two, 3, scale=True)) == 2  # two directions
     plane = rng.standard_normal((40, 2))
     found = hull_vertices((torch.from_numpy(plane) @ directions[:2].double()).float(), 3)
     assert found.tolist() == [i for i in range(40) if is_vertex(plane, i)]

@@ -18,7 +18,7 @@ from common.folders import say
 devices.seed_all(0, "program")  # a changed file may draw before its first round, as in main()
 
 
-def launch(main: Callable[[], object]) -> None:
+def launch(main: Callable):
     """Runs a program from the command line, where it may fork itself.
 
     Exit codes: 2 is a user's mistake, 130 is Ctrl-C or SIGTERM, and 1 is an error of the operating
@@ -35,14 +35,15 @@ def launch(main: Callable[[], object]) -> None:
         ranks.disconnect()
         return
     except UserError as e:
-        code, parts = 2, [str(e)]
+        code, error = 2, e
     except OSError as e:
-        code, parts = 1, [str(e), *getattr(e, "__notes__", [])]
+        code, error = 1, e
     except KeyboardInterrupt as e:
-        code, parts = 130, ["stopped", *getattr(e, "__notes__", [])]
+        code, error = 130, e
     except RuntimeError as e:
         if "gloo" not in str(e):
             raise
-        code, parts = 1, ["another process has ended, so this one stops"]
-    say(f"\n{Path(sys.argv[0]).name}: {'; '.join(parts)}")
+        code, error = 1, "another process has ended, so this one stops"
+    lines = [str(error) or "stopped", *getattr(error, "__notes__", [])]
+    say(f"\n{Path(sys.argv[0]).name}: {'; '.join(lines)}")
     sys.exit(code)

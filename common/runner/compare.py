@@ -16,14 +16,12 @@ import torch
 
 from common import RunError, UserError, data, devices, models, ranks, splits
 from common.folders import few, say
-from common.runner import plots, table
+from common.runner import flags, plots, table
 from common.runner.runs import Run, check_free, write_args
 from common.train import LocalTraining, Trainer
 
-Runs = Mapping[str, Sequence[Run]]  # label -> its runs, in the order of the plans
 
-
-def build_model(args: Namespace, shape: tuple[int, ...], classes: int) -> models.Classifier:
+def build_model(args: Namespace, shape: tuple, classes: int) -> models.Classifier:
     """The model of these flags for images of this shape (channels, height, width)."""
     return models.build(args.model, shape, classes, args.width, pretrained=args.pretrained)
 
@@ -61,11 +59,11 @@ def run(
     args: Namespace,
     federate: Callable,
     label: str,
-    baselines: Mapping[str, dict],
+    baselines: Mapping,
     prediction: str,
-    shows_in: Mapping[str, str],
+    shows_in: Mapping,
     build: Callable = build_model,
-) -> Runs:
+) -> dict[str, list[Run]]:
     """Runs a method, and then each baseline with as many rounds and other flags.
 
     federate    called as federate(args, clients, trainer, state); yields the state and a row of
@@ -78,14 +76,14 @@ def run(
 
     The method runs first, in the folder args.out, and a baseline in args.out-NAME. With several
     seeds, or --test-domain all, both folders have a folder for each run. Then come the table,
-    curves.png, and the verdict. Returns the runs. Raises UserError at the end, if a run has failed;
+    curves.png, and the verdict. Returns label -> runs. Raises UserError at the end if a run failed;
     the others are run and shown nevertheless. (Without the method's run there is none of its
     baselines, because nobody knows how many rounds they have.)
     """
     sides = [changed(args, name=args.name or label)]  # a baseline resumed alone keeps its name
-    for name, flags in baselines.items():
-        if args.compare and any(getattr(args, flag) != value for flag, value in flags.items()):
-            side = changed(args, **flags, name=name, compare=False, method_rounds=args.rounds)
+    for name, own in baselines.items():
+        if args.compare and any(getattr(args, flag) != value for flag, value in own.items()):
+            side = changed(args, **own, name=name, compare=False, method_rounds=args.rounds)
             side.out += f"-{name.lower().replace(' ', '-')}"
             sides.append(side)  # its own rounds may be fewer, as many as its method came to
     if ranks.LOCAL_RANK:  # the first one may download the data
@@ -102,6 +100,7 @@ def run(
     if args.test_domain == "all":
         domains = data_of(args.seeds[0]).domains or domains
     plans = plans_of(sides, args.seeds, domains)
+    ranks.agree({"seeds": args.seeds, "domains": domains}, "", "start all alike")
     for method, *_ in plans[: len(domains)]:  # finds mistakes before anything is written
         clients, _ = assemble(method, data_of(method.seed), build)
         held = clients.label_counts[: clients.participating].sum(0)
@@ -121,27 +120,37 @@ def run(
         run = Run(own, dataset, clients, model, device)
         if several and own is plans[0][0] and not ranks.RANK:  # Run() may have refused the flags
             write_args(Path(args.out), {"flags": {**vars(args), "precision": own.precision}}, True)
+        first, say_once = {}, lru_cache(say)
+
+        def look(state):
+            now = kept_aside(rounds, state, model)
+            changed = [name for name in now if now[name] != first.setdefault(name, now[name])]
+            if changed:
+                say_once(
+                    f"\n{few(changed)} changes, but is not in the state that federate() yields: a "
+                    "resumed run lacks it, and each process has its own"
+                )
+
+        def progress(t, share):
+            run.progress(t, share)
+            if not t & (t - 1):  # often enough
+                look(None)
+
         trainer = Trainer(
             dataset, clients, model, device, local_training(own), own.seed, own.precision,
-            own.evaluate_every, own.rounds, run.progress,
+            own.evaluate_every, own.rounds, progress,
         )  # fmt: skip
         if run.rows:
             vars(trainer).update({name: run.rows[-1].get(name, 0) for name in trainer.cost()})
         else:
             plots.clients(run)
         rounds = () if run.ended else federate(own, clients, trainer, run.state)
-        first, say_once = {}, lru_cache(say)
+        look(None)
         devices.seed_all(own.seed, "round", run.t + 1)
         try:
             for state, row in rounds:
                 run.record(state, row)
-                now = kept_aside(rounds, state)
-                changed = [name for name in now if now[name] != first.setdefault(name, now[name])]
-                if changed:
-                    say_once(
-                        f"\n{few(changed)} changes from round to round, but is not in the state "
-                        "that federate() yields: --resume, and perhaps another process, lacks it"
-                    )
+                look(state)
                 devices.seed_all(own.seed, "round", run.t + 1)
         except SystemExit as e:
             raise UserError("sys.exit() has ended it, so return from federate() instead") from e
@@ -180,7 +189,7 @@ def run(
             plots.curves(Path(args.out) / "curves.png", runs)
             first, *others = runs  # the first baseline is the last row, with which all are compared
             table.report({name: runs[name] for name in (first, *reversed(others))})
-            print(f"Metrics, models and pictures are in {args.out}")
+            print(f"Metrics, models and pictures of {args.dataset} are in {args.out}")
     except (KeyboardInterrupt, OSError) as e:
         if (Path(args.out) / "args.json").exists():
             e.add_note(f"continue with --resume {args.out}")
@@ -192,29 +201,40 @@ def run(
     return runs
 
 
-def kept_aside(rounds: Generator, state: dict) -> dict[str, int]:
+def kept_aside(rounds: Generator, state: dict | None, model: torch.nn.Module) -> dict:
     """Hashes of what a method may keep beside the state, by the variable's name.
 
-    These are federate()'s variables from before its loop, and those of its module. Left out are
-    models, whose weights the trainer sets, and what cannot be pickled.
+    These are the variables of all modules that are not installed, and the attributes of functions
+    and classes there; and after a round, which has yielded this state, those of federate() from
+    before its loop. Left out are the parts of the model, because the trainer sets its weights, and
+    what cannot be pickled.
     """
-    found = {}
+    kept, found = {}, {}
+    spaces = {place: vars(module) for place, module in flags.own_modules().items()}
     with suppress(Exception):  # no generator, or no source
-        before_loop = re.split(r"\n +(?:for|while) ", inspect.getsource(rounds.gi_code))[0]
-        own = {*re.findall(r"(\w+)(?=[\w, :]* = )", before_loop)} - state.keys()
-        here = rounds.gi_frame.f_locals
-        kept = rounds.gi_frame.f_globals | {name: here[name] for name in own if name in here}
-        for name, value in kept.items():
-            with suppress(Exception):
-                is_model = isinstance(value, torch.nn.Module | torch.nn.Parameter)
-                if not is_model and name != "__warningregistry__":
-                    found[name] = hash(pickle.dumps(value))
+        here = rounds.gi_frame
+        spaces[here.f_globals["__name__"]] = here.f_globals  # of a notebook, too
+        source = inspect.getsource(rounds.gi_code)
+        before_loop = re.match(r"(?s)( *).*(?=\n\1    (for|while) .*yield)", source)[0]
+        own = {"clients", *re.findall(r"(\w+)(?=[\w, :]* = )", before_loop)} - state.keys()
+        kept = {f"{name} of federate()": here.f_locals[name] for name in own & here.f_locals.keys()}
+    for place, names in spaces.items():
+        for name, value in [*names.items()]:
+            kept[f"{place}.{name}"] = value
+            if callable(value) and getattr(value, "__module__", None) == place:
+                kept |= {
+                    f"{place}.{name}.{key}": part
+                    for key, part in getattr(value, "__dict__", {}).items()
+                }
+    parts = [*model.modules(), *model.parameters()]
+    for name, value in kept.items():
+        with suppress(Exception):
+            if "__warningregistry__" not in name and not any(value is part for part in parts):
+                found[name] = hash(pickle.dumps(value))
     return found
 
 
-def plans_of(
-    sides: Sequence[Namespace], seeds: Sequence[int], domains: Sequence[str]
-) -> list[list[Namespace]]:
+def plans_of(sides: Sequence, seeds: Sequence, domains: Sequence) -> list:
     """For each seed and test domain the flags of a run of each side: the method, its baselines."""
     plans = []
     for seed, domain in product(seeds, domains):
@@ -231,7 +251,7 @@ def changed(args: Namespace, **changes) -> Namespace:
     return Namespace(**(vars(args) | changes))
 
 
-def verdict(runs: Runs, prediction: str, shows_in: Mapping[str, str]) -> None:
+def verdict(runs: Mapping, prediction: str, shows_in: Mapping):
     """Prints what the idea predicts for the example, and what these runs gave."""
     label, baseline, *_ = runs
     found, holds = [], True

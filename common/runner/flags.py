@@ -28,7 +28,7 @@ NEEDS = {  # flag -> the values of another flag with which it changes anything
 }
 
 
-def within(kind: type, low: float, high: float = 10**9) -> Callable[[str], float]:
+def within(kind: type, low: float, high: float = 10**9) -> Callable:
     """An argparse type: a number of this kind, int or float, from low to high."""
 
     def number(text):
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 
 # fmt: off
-def add_shared_flags(parser: Parser, example: str) -> None:
+def add_shared_flags(parser: Parser, example: str):
     """The flags that all methods share, with the defaults that hold if no data set's do.
 
     example  the data set of the method's example
@@ -139,9 +139,9 @@ def add_shared_flags(parser: Parser, example: str) -> None:
 def parse(
     file: str,
     doc: str,
-    settings: dict[str, dict],
-    small: dict[str, dict],
-    own_flags: Callable[[Callable], None],
+    settings: dict,
+    small: dict,
+    own_flags: Callable,
     argv: list[str] | None = None,
 ) -> argparse.Namespace:
     """The flags of the method in this file.
@@ -201,17 +201,24 @@ def parse(
     return args
 
 
+def own_modules() -> dict:
+    """The modules that this program has imported, but of what is installed, by name."""
+    installed = rf".*(site|dist)-packages|{re.escape(sysconfig.get_path('stdlib'))}"
+    own = re.compile(rf"(?!{installed}).*[/\\].*\.py$")
+    imported = sys.modules.copy().items()
+    return {name: m for name, m in imported if own.match(getattr(m, "__file__", None) or "")}
+
+
 @cache  # for as long as the program, which keeps the code that it has imported, too
-def code_of(file: str, weights: str = "") -> dict[str, str]:
-    """A hash of each file that the program in this file has imported, but of what is installed.
+def code_of(file: str, weights: str = "") -> dict:
+    """A hash of each file of own_modules(), of this one and of common/, by its path from here.
 
     weights  a file that has a hash, too, if there is one
     """
-    imported = {getattr(module, "__file__", None) or "" for module in sys.modules.values()}
-    files = {file, weights, *imported, *map(str, Path(__file__).parents[1].rglob("*.py"))}
-    installed = rf".*(site|dist)-packages|{re.escape(sysconfig.get_path('stdlib'))}"
-    own = [f for f in sorted(files) if isfile(f) and not re.match(installed, f)]
-    return {relpath(f, Path(file).parent): sha1(Path(f).read_bytes()).hexdigest()[:7] for f in own}
+    files = {file, *(module.__file__ for module in own_modules().values())}
+    files.update(filter(isfile, [weights]), map(str, Path(__file__).parents[1].rglob("*.py")))
+    here = Path(file).parent
+    return {relpath(f, here): sha1(Path(f).read_bytes()).hexdigest()[:7] for f in sorted(files)}
 
 
 def defaults(method: ModuleType, words: str = "") -> argparse.Namespace:
@@ -246,7 +253,7 @@ def saved_flags(chosen: argparse.Namespace) -> dict:
     return read_args(Path(folder))["flags"] | {"processes": None, "out": folder}
 
 
-def infer_partition(args: argparse.Namespace, typed: dict[str, str]) -> None:
+def infer_partition(args: argparse.Namespace, typed: dict):
     """Sets the partition if neither the user nor the data set's defaults say it.
 
     It is domain with --test-domain or --rotate, and else dirichlet. Without domains of clients,
@@ -260,7 +267,7 @@ def infer_partition(args: argparse.Namespace, typed: dict[str, str]) -> None:
         args.rotate = None
 
 
-def refuse_useless(args: argparse.Namespace, typed: dict[str, str]) -> None:
+def refuse_useless(args: argparse.Namespace, typed: dict):
     """Raises UserError if a flag that was typed has no effect."""
     if "image_size" in typed and args.dataset in data.NAMES:
         raise UserError(f"--image-size is for folders of images; {args.dataset} has its own size")

@@ -52,7 +52,7 @@ def picture(file: Path, width: float, height: float) -> Iterator[Figure]:
             figure.savefig(file)
 
 
-def curves(file: Path, runs: Mapping[str, Sequence]) -> None:
+def curves(file: Path, runs: Mapping):
     """Columns of metrics.csv against rounds, with a vertical line where UEFL's iterations end.
 
     runs  label -> its runs; drawn are the rounds in which all of them have a number
@@ -74,7 +74,7 @@ def curves(file: Path, runs: Mapping[str, Sequence]) -> None:
         panels(file, found, len(first.classes), ends)
 
 
-def panels(file: Path, found: Sequence[tuple], classes: int, ends: Sequence[int] = ()) -> None:
+def panels(file: Path, found: Sequence, classes: int, ends: Sequence = ()):
     """Curves over the rounds: each label's mean, and a thin line for each run. Dotted is chance.
 
     found  (column, its name, label -> (rounds, numbers [runs, rounds])) of each panel
@@ -101,7 +101,7 @@ def panels(file: Path, found: Sequence[tuple], classes: int, ends: Sequence[int]
         figure.legend(*all_axes[0].get_legend_handles_labels(), loc=BELOW, ncols=2 * len(found))
 
 
-def mean_and_runs(axes: Axes, i: int, at: Sequence[int], values: np.ndarray, label: str) -> None:
+def mean_and_runs(axes: Axes, i: int, at: Sequence, values: np.ndarray, label: str):
     """The i-th curve of a panel: the mean of values [runs, rounds], and a thin line for each."""
     if len(values) > 1:
         axes.plot(at, values.T, color=COLOURS[i], alpha=0.3, lw=0.6)
@@ -109,7 +109,7 @@ def mean_and_runs(axes: Axes, i: int, at: Sequence[int], values: np.ndarray, lab
     axes.plot(at, values.mean(0), line, color=COLOURS[i], label=label, zorder=3)
 
 
-def clients(run) -> None:
+def clients(run):
     """clients.png: what each client holds. Right of the line nobody participates.
 
     Below are bars: the rounds in which a client trained, and the last numbers of PER_CLIENT. Each

@@ -78,7 +78,7 @@ class Run:
         if goes_on:
             self._take_up(device)
         self.about = {
-            "flags": vars(args),
+            "flags": {**vars(args)},
             "data": self.images,
             "classes": self.classes,
             "shape": [*data.x.shape[1:]],
@@ -86,8 +86,7 @@ class Run:
         }
         own = {*MAY_CHANGE, "out", "dataset"}  # of each machine
         facts = {flag: value for flag, value in vars(args).items() if flag not in own}
-        facts |= {"data": self.images, "round": self.t}
-        ranks.agree(facts, "", "start all alike")
+        ranks.agree({**facts, "data": self.images, "round": self.t}, "", "start all alike")
         if not ranks.RANK and not goes_on:
             write_args(self.folder, self.about, False)
         self.bar = tqdm(
@@ -99,7 +98,7 @@ class Run:
             **({"disable": True} if ranks.RANK else {}),  # else TQDM_DISABLE decides
         )
 
-    def _take_up(self, device: torch.device) -> None:
+    def _take_up(self, device: torch.device):
         """Goes on from the checkpoint in the folder, if there is one yet."""
         before = read_args(self.folder)
         saved = {**before["flags"], "out": self.args.out, "data": before["data"]}
@@ -124,14 +123,14 @@ class Run:
         if (done := max(self.t, *self.seen)) > self.total:
             raise UserError(f"{self.folder} has had {done} rounds: allow as many, or more")
 
-    def progress(self, t: int, share: float) -> None:
+    def progress(self, t: int, share: float):
         """Moves the clock by this share of round t. Training before round 1 counts as none."""
         self.bar.set_description(
             f"{self.args.name}, seed {self.args.seed}, round {t}/{self.total}", refresh=False
         )
         self.bar.update(min(share, t - self.bar.n))
 
-    def record(self, state: dict, row: dict) -> None:
+    def record(self, state: dict, row: dict):
         """Ends a round: adds a row to metrics.csv, shows it, and saves from time to time.
 
         state  what the next round and a resumed run need, as numbers and tensors by name; "t" is
@@ -148,20 +147,27 @@ class Run:
         """
         if taken := {"round", "seconds", "norm"} & row.keys():
             raise UserError(f"{' and '.join(taken)} is a column already: choose another name")
+        for flag, value in vars(self.args).items():
+            if value != self.about["flags"].get(flag):
+                raise UserError(
+                    f"federate() changes args.{flag}: use a variable instead, or trainer.local"
+                )
         self.state, self.t, row = state, state["t"], {**row, "norm": weights_in(state).norm()}
         confusion = row.pop("confusion", None)
         if confusion is not None:
             self.confusion = confusion
             row |= {"predicted": confusion.sum(0), "hits": confusion.diagonal()}
-        row = {column: _plain(value, column) for column, value in row.items()}
+        row = {column: _plain(value, column) for column, value in row.items() if value is not None}
+        cells = {column: _cell(row[column]) for column in row if "seconds" not in column}
+        advice = "measure by trainer.map, or what all have, or use --processes 1"
+        ranks.agree(cells, f"in round {self.t} ", advice)
         before = self.seen.get(self.t, {})
-        for column, value in row.items():
-            if "seconds" not in column and before.get(column) not in (None, "", _cell(value)):
+        for column, cell in cells.items():
+            if before.get(column) not in (None, "", cell):
                 raise UserError(
                     f"{self.folder}: round {self.t} has another {column} than before the run was "
-                    "stopped, so federate() does not begin after state['t'], or needs something "
-                    "that it does not yield in the state, or this is another processor (name a "
-                    "clock's column my_seconds)"
+                    "stopped: does federate() begin after state['t'], yield all that it needs, and "
+                    "run on the same processor? (Call a clock's column my_seconds)"
                 )
         seconds = round(time.monotonic() - self.started, 2)
         self.rows.append({"round": self.t, "seconds": seconds, **row})
@@ -179,7 +185,7 @@ class Run:
         if time.monotonic() > self.save_at:
             self.save()
 
-    def save(self) -> None:
+    def save(self):
         """Writes the next checkpoint. Raises UserError if it cannot be read again."""
         try:
             self._write(self.next.name, {name: getattr(self, name) for name in KEPT})
@@ -188,14 +194,14 @@ class Run:
                 torch.load(self.next, weights_only=True, map_location="meta")
         except (PickleError, AttributeError, TypeError) as e:  # the last two are of a lambda
             raise UserError(
-                "federate() yielded a state with something else than numbers and tensors, so no "
-                "run could resume from it: convert it, as torch.from_numpy does with an array"
+                "federate() yields something else than numbers and tensors in the state: convert it"
             ) from e
         self.save_at, self.has_saved = time.monotonic() + SAVE_EVERY, True
 
     def finish(self) -> "Run":
         """Saves the confusion, the model, the picture and the last state. Returns this run."""
         self.bar.close()
+        ranks.agree({"last round": self.t}, "", "end by what they share, and by no clock")
         self._write_metrics()  # in its place may be those of more rounds
         if self.confusion is not None:
             self.confusion = self.confusion.cpu()
@@ -212,12 +218,12 @@ class Run:
         self.state, self.model, self.bar = {}, None, None  # a table of updates may be large
         return self
 
-    def _write_metrics(self) -> None:
+    def _write_metrics(self):
         columns = dict.fromkeys(column for row in self.rows for column in row)
         cells = [[_cell(row.get(column, "")) for column in columns] for row in self.rows]
         self._write("metrics.csv", _csv([columns, *cells]))
 
-    def _write(self, name: str, content: str | dict) -> None:
+    def _write(self, name: str, content: str | dict):
         if not ranks.RANK:
             write_whole(self.folder / name, content)
 
@@ -240,7 +246,7 @@ def machine_of(device: torch.device) -> str:
     return ", ".join([f"Python {sys.version.split()[0]}", *parts, f"{device.type} {chip}"])
 
 
-def write_whole(file: Path, content: str | dict) -> None:
+def write_whole(file: Path, content: str | dict):
     """Writes a text or a dict of tensors, so that a kill leaves the old file whole."""
     part = file.with_name(f"{file.name}.part")
     try:
@@ -256,7 +262,7 @@ def write_whole(file: Path, content: str | dict) -> None:
         raise OSError(f"{file} cannot be written ({first_line(e)})") from e
 
 
-def write_args(folder: Path, about: dict, goes_on: object) -> None:
+def write_args(folder: Path, about: dict, goes_on: object):
     """Writes args.json. A new run has the folder if it can create this file."""
     file = folder / "args.json"
     if not goes_on:
@@ -276,7 +282,7 @@ def read_args(folder: Path) -> dict:
         raise RunError(f"{file} cannot be read ({first_line(e)}): {ANEW}") from e
 
 
-def refuse_others(folder: Path | str, saved: dict, flags: dict) -> None:
+def refuse_others(folder: Path | str, saved: dict, flags: dict):
     """Raises UserError if what is in this folder was run with other flags, or with other code.
 
     A run may become longer or shorter, by --rounds or by UEFL's --iterations.
@@ -292,13 +298,13 @@ def refuse_others(folder: Path | str, saved: dict, flags: dict) -> None:
         )
 
 
-def check_free(folder: Path) -> None:
+def check_free(folder: Path):
     """Raises UserError if this folder holds something, so that no run overwrites another one."""
     if folder.is_file() or any(folder.glob("*")):
         raise UserError(f"{folder} is taken: choose another --out, or continue a run by --resume")
 
 
-def _csv(lines: Iterable[Iterable]) -> str:
+def _csv(lines: Iterable) -> str:
     """These lines as CSV."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(lines)

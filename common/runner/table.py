@@ -17,7 +17,7 @@ COLUMNS = [column for column, measure in MEASURES.items() if measure.table]
 OF_A_RUN = {"last": "", "all": ", all evaluations", "end": ", in all"}
 MAY_DIFFER = {  # flags that say which run of its row this is, or that move no number
     "seed", "test_domain", "out", "seeds", "resume", "device", "data_dir", "processes", "compare",
-    "is_example", "small",
+    "is_example", "small", "dataset",
 }  # fmt: skip
 
 
@@ -26,18 +26,17 @@ def which(run) -> tuple:
     return run.args.seed, run.args.test_domain
 
 
-def settings(run, but: Iterable[str] = ()) -> dict:
+def settings(run, but: Iterable = ()) -> dict:
     """The flags and the images that all runs of a row share, but for these."""
     found = dict(vars(run.args))
     # A baseline has as many rounds as its method came to, which can depend on the seed
     found["rounds"] = found.pop("method_rounds", found["rounds"])
     found |= {f"code of {file}": code for file, code in found.pop("code").items()}
-    if not found.get("rotate"):  # by the seed, an image gets another angle
-        found["images"] = run.images
+    found["images"] = run.images  # and not where they were
     return {flag: found[flag] for flag in found if flag not in {*MAY_DIFFER, *but}}
 
 
-def differing(of_names: Mapping[str, Mapping]) -> str:
+def differing(of_names: Mapping) -> str:
     """Which settings differ, and who has which: "lr 0.1 (a, b), 0.5 (c); momentum ...", or "".
 
     of_names  name -> settings; who lacks a setting has nothing to differ in
@@ -56,7 +55,7 @@ def differing(of_names: Mapping[str, Mapping]) -> str:
     return "; ".join(texts)
 
 
-def unlike(rows: Mapping[str, Sequence]) -> str:
+def unlike(rows: Mapping) -> str:
     """What rows do not share: settings, and run by run what they ran on and how long."""
     own = ["name", "method", "rounds", "images"]  # the last two run by run, below
     texts = [differing({label: settings(runs[0], own) for label, runs in rows.items()})]
@@ -81,7 +80,7 @@ def score(run, column: str) -> float:
     return (100 if in_percent(column) else 1) * float(np.mean(found)) if found else np.nan
 
 
-def interval(differences: np.ndarray) -> tuple[float, float, float]:
+def interval(differences: np.ndarray) -> tuple:
     """The mean of paired differences [n], n > 1, and its 95 % interval by Student's t."""
     mean, n = differences.mean(), len(differences)
     half = stdtrit(n - 1, 0.975) * differences.std(ddof=1) / n**0.5
@@ -113,7 +112,7 @@ def with_interval(differences: np.ndarray, column: str) -> str:
     return f"{mean} ({low} to {high})"
 
 
-def line(name: str, numbers: Mapping, domains: Sequence[str], text: Callable) -> list[str]:
+def line(name: str, numbers: Mapping, domains: Sequence, text: Callable) -> list:
     """A line of the table: means over these test domains. A seed counts if it has all of them.
 
     numbers  (seed, test domain) -> a number for each column
@@ -130,7 +129,7 @@ def line(name: str, numbers: Mapping, domains: Sequence[str], text: Callable) ->
     return cells
 
 
-def table(rows: Mapping[str, Sequence]) -> list[tuple[str, ...]]:
+def table(rows: Mapping) -> list[tuple]:
     """A header, a line for each row, and one for the difference of each from the last.
 
     Below a line with several test domains, each of these has a line, too. A column that has only a
@@ -155,7 +154,7 @@ def table(rows: Mapping[str, Sequence]) -> list[tuple[str, ...]]:
     return list(zip(*columns))
 
 
-def report(rows: Mapping[str, Sequence]) -> None:
+def report(rows: Mapping):
     """Prints the means of these rows' runs, paired differences, and what the rows do not share."""
     print(
         f"\nMean of each run's last {LAST} evaluations, or of all if fewer; shares are in percent:"

@@ -42,7 +42,7 @@ def test_newcomers_enter_the_table_and_only_present_clients_are_compared(finishe
         w = w - sum(table[k] for k in selected) / 2
         expected.append(selected)
         entered.append(len(new))
-    assert sum(n > 0 for n in entered) > 1, "somebody came later"
+    assert sum(n > 0 for n in entered) > 1  # somebody came later
     assert run.selected == expected
     assert torch.allclose(run.state["w"], w, atol=1e-5)
 

@@ -23,13 +23,13 @@ def test_the_requested_share_of_labels_changes_evenly_into_other_classes():
     everybody = Clients(clients, [], 100, 1, [], {})
     noisy = with_noise(data, everybody, 0.3, 0.5, seed=0).y
     changed = torch.stack([(noisy[c] != labels[c]).float().mean() for c in clients])
-    assert torch.equal(noisy[20_000:], labels[20_000:]), "nobody's samples"
-    assert 18 <= (changed > 0).sum() <= 42, "30 of 100, within 2.6 standard deviations"
+    assert torch.equal(noisy[20_000:], labels[20_000:])  # nobody's samples
+    assert 18 <= (changed > 0).sum() <= 42  # 30 of 100, within 2.6 standard deviations
     assert abs(changed[changed > 0].mean() - 0.5) < 0.03
     moves = (noisy - labels)[noisy != labels] % 4
     assert chisquare(torch.bincount(moves, minlength=4)[1:].numpy()).pvalue > 1e-3
     counts = [noisy[samples].bincount(minlength=4).tolist() for samples in clients]
-    assert everybody.label_counts.tolist() == counts, "a client counts its wrong labels"
+    assert everybody.label_counts.tolist() == counts  # a client counts its wrong labels
     assert torch.equal(with_noise(data, everybody, 0.0, 1.0, seed=0).y, labels)
 
 
@@ -42,7 +42,7 @@ def test_a_run_trains_on_the_wrong_labels_and_is_tested_on_the_right_ones(finish
     expected = trainer.evaluate(w_i.mean(0), 1, selected, losses)  # with the labels of `data`
     assert torch.allclose(run.state["w"], w_i.mean(0), atol=1e-6)
     assert float(row["id_accuracy"]) == pytest.approx(expected["id_accuracy"].item(), abs=1e-5)
-    assert torch.equal(data.y, make_tiny().y), "the other runs share them"
+    assert torch.equal(data.y, make_tiny().y)  # the other runs share them
 
 
 def test_a_trimmed_mean_drops_at_least_one_value_at_each_end_but_leaves_one():

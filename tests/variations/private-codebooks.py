@@ -19,7 +19,7 @@ def test_the_newest_codewords_of_a_client_replace_its_earlier_ones(finished, mon
     words = CUT.replace("--silos 2 1", "--silos 3 --test-domain dark")
     run = finished(uefl, words + "--iterations 3")
     held = [row["codewords"] for row in run.rows]
-    assert held == ["4 4 4"] * 2 + ["8 8 8"] * 2, "certain ones, too"
+    assert held == ["4 4 4"] * 2 + ["8 8 8"] * 2  # certain ones, too
     own = torch.eye(3).bool().repeat_interleave(4, 1)  # nobody else may use or change them
     may_use = torch.cat([own, torch.zeros_like(own), own], 1)
     assert run.state["may_use"].equal(may_use)
@@ -35,4 +35,4 @@ def test_each_client_trains_its_own_copy_of_the_first_codebook(finished):
     ends, _ = trainer.train(uefl.client_update, trainer.initial, run.clients.ids, 1, every)
     own = ends[:, : 4 * 8]
     assert torch.allclose(found, torch.cat([own.flatten(), ends[:, 32:].mean(0)]), atol=1e-5)
-    assert not torch.allclose(own[0], own[1], atol=1e-3), "the copies go different ways"
+    assert not torch.allclose(own[0], own[1], atol=1e-3)  # the copies go different ways

@@ -27,7 +27,7 @@ def play(folder, speakers):
 
 def test_windows_are_a_speakers_own_and_those_for_training_and_testing_do_not_overlap(tmp_path):
     data, says = play(tmp_path, 2)
-    assert data.domains == list(says), "a speaker with too little text is left out"
+    assert data.domains == list(says)  # a speaker with too little text is left out
     codes = torch.cat([data.x, data.y[:, None]], 1).tolist()
     windows = ["".join(data.classes[c] for c in row) for row in codes]
     for s, text in enumerate(says.values()):
@@ -35,7 +35,7 @@ def test_windows_are_a_speakers_own_and_those_for_training_and_testing_do_not_ov
         train = [places[i] for i in data.train.tolist() if i in places]
         test = [places[i] for i in data.test.tolist() if i in places]
         assert train == list(range(0, 10 * len(train), 10)) and len(train) >= 10 and test
-        assert train[-1] + 81 <= test[0] and test[-1] + 81 > len(text) - 10, "the last tenth"
+        assert train[-1] + 81 <= test[0] and test[-1] + 81 > len(text) - 10  # the last tenth
 
 
 def test_leafs_json(tmp_path):
@@ -64,7 +64,7 @@ def test_leafs_character_model_has_its_size_and_reads_the_last_character():
     assert sum(p.numel() for p in model.parameters()) == 64 * 8 + of_lstm + 256 * 64 + 64
     x = torch.randint(0, 64, (3, 80), generator=torch.Generator().manual_seed(0))
     hidden, _ = model.features.lstm(model.features.embedding(x))[1]
-    assert torch.allclose(model.features(x), hidden[-1], atol=1e-6), "the last state of layer 2"
+    assert torch.allclose(model.features(x), hidden[-1], atol=1e-6)  # the last state of layer 2
 
 
 def test_what_does_not_fit_is_refused(tmp_path):

@@ -13,10 +13,10 @@ CUT += "--partition dirichlet --dirichlet 0.5 "
 def test_each_coordinate_is_added_to_one_sum_with_a_random_sign():
     sketches = sketch(torch.eye(3000), 50)
     assert (sketches.abs().sum(1) == 1).all() and (sketches.abs().amax(1) == 1).all()
-    assert abs(sketches.sum()) < 4 * 3000**0.5, "within four standard deviations"
-    assert (sketches.abs().sum(0) - 60).abs().max() < 5 * 60**0.5, "60 coordinates in each sum"
+    assert abs(sketches.sum()) < 4 * 3000**0.5  # within four standard deviations
+    assert (sketches.abs().sum(0) - 60).abs().max() < 5 * 60**0.5  # 60 coordinates in each sum
     x = torch.randn(2, 3000, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(sketch(x, 50), x @ sketches, atol=1e-4), "a sketch is linear"
+    assert torch.allclose(sketch(x, 50), x @ sketches, atol=1e-4)  # a sketch is linear
 
 
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
