@@ -5,7 +5,7 @@ import pickle
 import re
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import product
@@ -120,10 +120,10 @@ def run(
         run = Run(own, dataset, clients, model, device)
         if several and own is plans[0][0] and not ranks.RANK:  # Run() may have refused the flags
             write_args(Path(args.out), {"flags": {**vars(args), "precision": own.precision}}, True)
-        first, say_once = {}, lru_cache(say)
+        first, say_once, modules = {}, lru_cache(say), flags.own_modules()
 
         def look(state):
-            now = kept_aside(rounds, state, model)
+            now = kept_aside(modules, rounds, state, model)
             changed = [name for name in now if now[name] != first.setdefault(name, now[name])]
             if changed:
                 say_once(
@@ -201,22 +201,26 @@ def run(
     return runs
 
 
-def kept_aside(rounds: Generator, state: dict | None, model: torch.nn.Module) -> dict:
+def kept_aside(modules: dict, rounds, state, model) -> dict:
     """Hashes of what a method may keep beside the state, by the variable's name.
 
-    These are the variables of all modules that are not installed, and the attributes of functions
-    and classes there; and after a round, which has yielded this state, those of federate() from
-    before its loop. Left out are the parts of the model, because the trainer sets its weights, and
-    what cannot be pickled.
+    These are the variables of the modules but common/, and the attributes of functions and classes
+    there; and after a round, those of federate() from before its loop. Left out are the parts of
+    the model, because the trainer sets its weights, and what cannot be pickled.
+
+    modules  by name
+    rounds   what federate() has returned
+    state    what it has yielded in this round, or None while clients train
+    model    the trainer's
     """
     kept, found = {}, {}
-    spaces = {place: vars(module) for place, module in flags.own_modules().items()}
+    spaces = {place: vars(module) for place, module in modules.items() if "common" not in place}
     with suppress(Exception):  # no generator, or no source
         here = rounds.gi_frame
         spaces[here.f_globals["__name__"]] = here.f_globals  # of a notebook, too
-        source = inspect.getsource(rounds.gi_code)
+        yielded, source = {*state}, inspect.getsource(rounds.gi_code)
         before_loop = re.match(r"(?s)( *).*(?=\n\1    (for|while) .*yield)", source)[0]
-        own = {"clients", *re.findall(r"(\w+)(?=[\w, :]* = )", before_loop)} - state.keys()
+        own = {*re.findall(r"(\w+)(?=[\w, :]* = )", before_loop)} - yielded
         kept = {f"{name} of federate()": here.f_locals[name] for name in own & here.f_locals.keys()}
     for place, names in spaces.items():
         for name, value in [*names.items()]:
@@ -229,7 +233,7 @@ def kept_aside(rounds: Generator, state: dict | None, model: torch.nn.Module) ->
     parts = [*model.modules(), *model.parameters()]
     for name, value in kept.items():
         with suppress(Exception):
-            if "__warningregistry__" not in name and not any(value is part for part in parts):
+            if ".__" not in name and not any(value is part for part in parts):
                 found[name] = hash(pickle.dumps(value))
     return found
 
