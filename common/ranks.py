@@ -51,7 +51,7 @@ def how_many(processes: int | None, device: str, most: int) -> int:
     return 0 if gpus and count == 1 else count
 
 
-def start(work: Callable, count: int) -> object:
+def start(work: Callable, count: int):
     """Runs work() in `count` ranks on this machine. Returns what it returned in the first one.
 
     The ranks are forked, so they share the memory of what is loaded by now. If one ends early, so

@@ -247,7 +247,7 @@ def divide(
     clients = clients or max(1, min(100, len(pool) // MEAN_SIZE))
     if len(pool) < clients * MIN_SIZE:
         raise UserError(
-            f"{len(pool)} samples are too few for {clients} clients of {MIN_SIZE}: lower --clients"
+            f"{clients} --clients need {MIN_SIZE} images each, of {len(pool)}: lower it, or add"
         )
     if partition == "domain":
         parts = by_domain(data.domain[pool], clients, rng)

@@ -274,13 +274,10 @@ class Trainer:
             ranks.agree(facts, when, "draw with random_at, or use --processes 1")
         return ranks.share_out(sizes)
 
-    def _own(self, per_client: Mapping, k: int) -> dict:
-        """Client k's value in each of these tables. Raises UserError if one is not of all clients.
-
-        A dict is, if it has this client.
-        """
+    def _own(self, per_client: Mapping, k: int):
+        """Client k's value in each of these tables. Raises UserError if one is too short."""
         for name, values in per_client.items():
-            if not isinstance(values, Mapping) and len(values) < self.clients.participating:
+            if isinstance(values, Sequence | Tensor) and len(values) < self.clients.participating:
                 raise UserError(f"{name} has {len(values)} values: per_client takes them by id")
         return {name: values[k] for name, values in per_client.items()}
 

@@ -30,7 +30,7 @@ def read(folder):
         rows.append({"round": int(line["round"]), **numbers})
     assert rows and None not in line.values(), "metrics.csv is empty, or cut off"
     args = Namespace(**about["flags"])
-    return Namespace(args=args, rows=rows, images=about["data"], machine=about["machine"])
+    return Namespace(args=args, rows=rows, images=about["images"], machine=about["machine"])
 
 
 def row(folder):

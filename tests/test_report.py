@@ -23,7 +23,7 @@ def make_run(folder, accuracies, seed=0, domain=None, about=(), **flags):
         "code": {"fediir.py": "abc"},
     }
     flags = {**shared, "seed": seed, "test_domain": domain, "out": str(folder), **flags}
-    about = {"flags": flags, "data": 1, "machine": "torch 2.14", **dict(about)}
+    about = {"flags": flags, "images": 1, "machine": "torch 2.14", **dict(about)}
     (folder / "args.json").write_text(json.dumps(about))
     rows = [f"{t},{x},{1 - x},{5 * x},3 17" for t, x in enumerate(accuracies, start=1)]
     lines = ["round,id_accuracy,ood_accuracy,norm,selected", *rows, ""]
@@ -83,7 +83,7 @@ def test_a_folder_is_a_row_with_its_runs_wherever_they_lie_in_it(tmp_path, compa
             r"lr 0.1 \(0\), 0.5 \(1\); code of fediir.py abc \(0\), def",
         ),
         ({"sizes": [[1], [2]]}, {"sizes": [[1], [3]]}, r"sizes \[\[1\], \[2\]\] \(0\), .* \(1\)$"),
-        ({}, {"about": {"data": 2}}, r"images 1 \(0\), 2 \(1\)$"),
+        ({}, {"about": {"images": 2}}, r"images 1 \(0\), 2 \(1\)$"),
         ({}, {"seed": 0, "out": "elsewhere"}, "0 and .*1 have one seed"),
     ],
 )
@@ -154,7 +154,7 @@ SHARED = {
         ({"gamma": 0, "local_epochs": 1}, "gamma 0 (a), 1 (b)"),
         ({"accuracies": [0.5] * 8}, "rounds 8 (a), 9 (b)"),
         ({"about": {"machine": "torch 2.15"}}, "machine torch 2.15 (a), torch 2.14 (b)"),
-        ({"about": {"data": 2}}, "images 2 (a), 1 (b)"),
+        ({"about": {"images": 2}}, "images 2 (a), 1 (b)"),
         ({"code": {"fediir.py": "x"}}, "code of fediir.py x (a), abc (b)"),
     ],
 )

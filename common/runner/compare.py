@@ -100,7 +100,7 @@ def run(
     if args.test_domain == "all":
         domains = data_of(args.seeds[0]).domains or domains
     plans = plans_of(sides, args.seeds, domains)
-    ranks.agree({"seeds": args.seeds, "domains": domains}, "", "start all alike")
+    ranks.agree({"seeds": args.seeds}, "", "start all alike")
     for method, *_ in plans[: len(domains)]:  # finds mistakes before anything is written
         clients, _ = assemble(method, data_of(method.seed), build)
         held = clients.label_counts[: clients.participating].sum(0)
@@ -123,7 +123,7 @@ def run(
         first, say_once, modules = {}, lru_cache(say), flags.own_modules()
 
         def look(state):
-            now = kept_aside(modules, rounds, state, model)
+            now = kept_aside(modules, rounds, state)
             changed = [name for name in now if now[name] != first.setdefault(name, now[name])]
             if changed:
                 say_once(
@@ -131,10 +131,11 @@ def run(
                     "resumed run lacks it, and each process has its own"
                 )
 
+        look_once = lru_cache(lambda t: look(None))
+
         def progress(t, share):
             run.progress(t, share)
-            if not t & (t - 1):  # often enough
-                look(None)
+            look_once(t)
 
         trainer = Trainer(
             dataset, clients, model, device, local_training(own), own.seed, own.precision,
@@ -145,7 +146,6 @@ def run(
         else:
             plots.clients(run)
         rounds = () if run.ended else federate(own, clients, trainer, run.state)
-        look(None)
         devices.seed_all(own.seed, "round", run.t + 1)
         try:
             for state, row in rounds:
@@ -201,26 +201,27 @@ def run(
     return runs
 
 
-def kept_aside(modules: dict, rounds, state, model) -> dict:
+def kept_aside(modules: dict, rounds, state: dict | None) -> dict:
     """Hashes of what a method may keep beside the state, by the variable's name.
 
     These are the variables of the modules but common/, and the attributes of functions and classes
-    there; and after a round, those of federate() from before its loop. Left out are the parts of
-    the model, because the trainer sets its weights, and what cannot be pickled.
+    there; and after a round, those of federate() from before its loop. Left out are models, whose
+    weights somebody sets, and what cannot be pickled.
 
     modules  by name
     rounds   what federate() has returned
     state    what it has yielded in this round, or None while clients train
-    model    the trainer's
     """
     kept, found = {}, {}
     spaces = {place: vars(module) for place, module in modules.items() if "common" not in place}
     with suppress(Exception):  # no generator, or no source
         here = rounds.gi_frame
         spaces[here.f_globals["__name__"]] = here.f_globals  # of a notebook, too
-        yielded, source = {*state}, inspect.getsource(rounds.gi_code)
-        before_loop = re.match(r"(?s)( *).*(?=\n\1    (for|while) .*yield)", source)[0]
-        own = {*re.findall(r"(\w+)(?=[\w, :]* = )", before_loop)} - yielded
+        source = inspect.getsource(rounds.gi_code)
+        loop = r"\n\1    (for|while) .*(\n(\1     .*)?)*\n\1     .*yield"
+        before_loop = re.match(rf"( *)[\s\S]*?(?={loop})", source)
+        lines = re.findall(rf"\n{before_loop[1]}    (\S.*)", before_loop[0])  # at its level
+        own = {*re.findall(r"(\w+)(?=[\w, :]* = )", "\n".join(lines))} - {*state}
         kept = {f"{name} of federate()": here.f_locals[name] for name in own & here.f_locals.keys()}
     for place, names in spaces.items():
         for name, value in [*names.items()]:
@@ -230,10 +231,9 @@ def kept_aside(modules: dict, rounds, state, model) -> dict:
                     f"{place}.{name}.{key}": part
                     for key, part in getattr(value, "__dict__", {}).items()
                 }
-    parts = [*model.modules(), *model.parameters()]
     for name, value in kept.items():
         with suppress(Exception):
-            if ".__" not in name and not any(value is part for part in parts):
+            if ".__" not in name and not isinstance(value, torch.nn.Module | torch.nn.Parameter):
                 found[name] = hash(pickle.dumps(value))
     return found
 

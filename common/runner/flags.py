@@ -205,8 +205,8 @@ def own_modules() -> dict:
     """The modules that this program has imported, but of what is installed, by name."""
     installed = rf".*(site|dist)-packages|{re.escape(sysconfig.get_path('stdlib'))}"
     own = re.compile(rf"(?!{installed}).*[/\\].*\.py$")
-    imported = sys.modules.copy().items()
-    return {name: m for name, m in imported if own.match(getattr(m, "__file__", None) or "")}
+    imported = [*sys.modules.values()]
+    return {m.__name__: m for m in imported if own.match(getattr(m, "__file__", None) or "")}
 
 
 @cache  # for as long as the program, which keeps the code that it has imported, too

@@ -48,7 +48,8 @@ class Run:
     rows    what metrics.csv holds, one dict per round, with numbers as numbers and lists as lists
     t       the last finished round
     ended   how many rounds it could have had when it ended, or 0
-    images  a number that changes if the data do
+    data    a number that changes if the data do
+    images  the same for all seeds: the name, and the number before a rotation
     machine  see machine_of
 
     Makes the folder and starts the clock, or takes up the last checkpoint in it. Raises UserError
@@ -68,7 +69,8 @@ class Run:
         self.model, self.state, self.rows, self.t = model, {}, [], 0
         self.ended, self.has_saved = 0, False
         self.confusion = None  # of the last evaluation, [classes, classes]
-        self.classes, self.images = data.classes, data.fingerprint()
+        self.classes, self.data = data.classes, data.fingerprint()
+        self.images = f"{data.name} {data.source or self.data}"
         self.machine = machine_of(device)
         self.started = time.monotonic()
         self.save_at = 0.0  # the first round is saved at once
@@ -79,14 +81,15 @@ class Run:
             self._take_up(device)
         self.about = {
             "flags": {**vars(args)},
-            "data": self.images,
+            "data": self.data,
+            "images": self.images,
             "classes": self.classes,
             "shape": [*data.x.shape[1:]],
             "machine": self.machine,
         }
         own = {*MAY_CHANGE, "out", "dataset"}  # of each machine
         facts = {flag: value for flag, value in vars(args).items() if flag not in own}
-        ranks.agree({**facts, "data": self.images, "round": self.t}, "", "start all alike")
+        ranks.agree({**facts, "data": self.data, "round": self.t}, "", "start all alike")
         if not ranks.RANK and not goes_on:
             write_args(self.folder, self.about, False)
         self.bar = tqdm(
@@ -102,7 +105,7 @@ class Run:
         """Goes on from the checkpoint in the folder, if there is one yet."""
         before = read_args(self.folder)
         saved = {**before["flags"], "out": self.args.out, "data": before["data"]}
-        refuse_others(self.folder, saved, {**vars(self.args), "data": self.images})
+        refuse_others(self.folder, saved, {**vars(self.args), "data": self.data})
         here = before["machine"].endswith(self.machine)
         if not here:
             say(f"{self.folder} began with {before['machine']}, so its last digits may differ")
@@ -140,15 +143,15 @@ class Run:
                at the end, and the row has its columns' sums as `predicted`, and its diagonal as
                `hits`
 
-        Adds the norm of the model's weights, by which two runs can be compared. Raises UserError if
-        a value is something else, if a resumed run could not read the state, or if a round that a
-        kill has undone comes out otherwise than before. (A column with `seconds` in its name
-        may.)
+        Adds the norm of the model's weights, by which two runs can be compared, and leaves out what
+        is None. Raises UserError if a value is something else, if args have changed, if a resumed
+        run could not read the state, or if the row differs among the processes, or from what the
+        round gave before a kill has undone it. (A column with `seconds` in its name may.)
         """
         if taken := {"round", "seconds", "norm"} & row.keys():
             raise UserError(f"{' and '.join(taken)} is a column already: choose another name")
         for flag, value in vars(self.args).items():
-            if value != self.about["flags"].get(flag):
+            if value is not self.about["flags"].get(flag):
                 raise UserError(
                     f"federate() changes args.{flag}: use a variable instead, or trainer.local"
                 )
@@ -159,8 +162,11 @@ class Run:
             row |= {"predicted": confusion.sum(0), "hits": confusion.diagonal()}
         row = {column: _plain(value, column) for column, value in row.items() if value is not None}
         cells = {column: _cell(row[column]) for column in row if "seconds" not in column}
-        advice = "measure by trainer.map, or what all have, or use --processes 1"
-        ranks.agree(cells, f"in round {self.t} ", advice)
+        ranks.agree(
+            cells,
+            f"in round {self.t} ",
+            "measure by trainer.map, call a clock's my_seconds, or use --processes 1",
+        )
         before = self.seen.get(self.t, {})
         for column, cell in cells.items():
             if before.get(column) not in (None, "", cell):

@@ -32,7 +32,7 @@ def settings(run, but: Iterable = ()) -> dict:
     # A baseline has as many rounds as its method came to, which can depend on the seed
     found["rounds"] = found.pop("method_rounds", found["rounds"])
     found |= {f"code of {file}": code for file, code in found.pop("code").items()}
-    found["images"] = run.images  # and not where they were
+    found["images"] = run.images  # and not where they lie
     return {flag: found[flag] for flag in found if flag not in {*MAY_DIFFER, *but}}
 
 
