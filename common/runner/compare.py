@@ -8,8 +8,10 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from io import BytesIO
 from itertools import product
 from pathlib import Path
+from types import FunctionType
 
 import numpy as np
 import torch
@@ -128,7 +130,7 @@ def run(
             if changed:
                 say_once(
                     f"\n{few(changed)} changes, but is not in the state that federate() yields: a "
-                    "resumed run lacks it, and each process has its own"
+                    "resumed run lacks it, each process has its own, and a check repeats a client"
                 )
 
         look_once = lru_cache(lambda t: look(None))
@@ -201,41 +203,44 @@ def run(
     return runs
 
 
-def kept_aside(modules: dict, rounds, state: dict | None) -> dict:
-    """Hashes of what a method may keep beside the state, by the variable's name.
+def kept_aside(modules: dict, rounds, state):
+    """A dict of hashes of what a method may keep beside the state, by the variable's name.
 
-    These are the variables of the modules but common/, and the attributes of functions and classes
-    there; and after a round, those of federate() from before its loop. Left out are models, whose
-    weights somebody sets, and what cannot be pickled.
+    These are the variables of the modules but common/, functions included, for their attributes;
+    and after a round, those of federate() from before its loop. Left out are models, whose weights
+    somebody sets, and what cannot be pickled.
 
     modules  by name
     rounds   what federate() has returned
     state    what it has yielded in this round, or None while clients train
     """
     kept, found = {}, {}
-    spaces = {place: vars(module) for place, module in modules.items() if "common" not in place}
+    for place, module in modules.items():
+        if "common" not in place:
+            kept |= {f"{place}.{name}": value for name, value in vars(module).items()}
     with suppress(Exception):  # no generator, or no source
-        here = rounds.gi_frame
-        spaces[here.f_globals["__name__"]] = here.f_globals  # of a notebook, too
-        source = inspect.getsource(rounds.gi_code)
+        here, source = rounds.gi_frame.f_locals, inspect.getsource(rounds.gi_code)
         loop = r"\n\1    (for|while) .*(\n(\1     .*)?)*\n\1     .*yield"
         before_loop = re.match(rf"( *)[\s\S]*?(?={loop})", source)
         lines = re.findall(rf"\n{before_loop[1]}    (\S.*)", before_loop[0])  # at its level
         own = {*re.findall(r"(\w+)(?=[\w, :]* = )", "\n".join(lines))} - {*state}
-        kept = {f"{name} of federate()": here.f_locals[name] for name in own & here.f_locals.keys()}
-    for place, names in spaces.items():
-        for name, value in [*names.items()]:
-            kept[f"{place}.{name}"] = value
-            if callable(value) and getattr(value, "__module__", None) == place:
-                kept |= {
-                    f"{place}.{name}.{key}": part
-                    for key, part in getattr(value, "__dict__", {}).items()
-                }
+        kept |= {f"{name} of federate()": here[name] for name in own & here.keys()}
     for name, value in kept.items():
         with suppress(Exception):
             if ".__" not in name and not isinstance(value, torch.nn.Module | torch.nn.Parameter):
-                found[name] = hash(pickle.dumps(value))
+                Contents(text := BytesIO()).dump(value)
+                found[name] = hash(text.getvalue())
     return found
+
+
+class Contents(pickle.Pickler):
+    """Writes what a function keeps, too, where pickle writes its name, or refuses a lambda."""
+
+    def reducer_override(self, value):
+        if not isinstance(value, FunctionType):
+            return NotImplemented
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return tuple, ([value.__qualname__, value.__defaults__, vars(value), cells],)
 
 
 def plans_of(sides: Sequence, seeds: Sequence, domains: Sequence) -> list:

@@ -201,7 +201,7 @@ def parse(
     return args
 
 
-def own_modules() -> dict:
+def own_modules():
     """The modules that this program has imported, but of what is installed, by name."""
     installed = rf".*(site|dist)-packages|{re.escape(sysconfig.get_path('stdlib'))}"
     own = re.compile(rf"(?!{installed}).*[/\\].*\.py$")

@@ -153,7 +153,7 @@ class Run:
         for flag, value in vars(self.args).items():
             if value is not self.about["flags"].get(flag):
                 raise UserError(
-                    f"federate() changes args.{flag}: use a variable instead, or trainer.local"
+                    f"federate() changes args.{flag}: use a variable, or set trainer.local from t"
                 )
         self.state, self.t, row = state, state["t"], {**row, "norm": weights_in(state).norm()}
         confusion = row.pop("confusion", None)
