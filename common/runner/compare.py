@@ -203,7 +203,7 @@ def run(
     return runs
 
 
-def kept_aside(modules: dict, rounds, state):
+def kept_aside(modules, rounds, state):
     """A dict of hashes of what a method may keep beside the state, by the variable's name.
 
     These are the variables of the modules but common/, functions included, for their attributes;
