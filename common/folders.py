@@ -145,7 +145,7 @@ def understand(folder: Path, images: Sequence) -> list[Row]:
             f"{deep.parent.parent} if {deep.parent.name} is a domain or train"
         )
     marked = [name for name in sorted({row[-2] for row in rows}) if ALMOST_PART.search(name)]
-    # A train is a vehicle
+    # Those for testing or validation, because train may also be a vehicle
     tests = [name for name in marked if "tr" not in ALMOST_PART.search(name)[0].lower()]
     for name in tests:
         if len(tests) < len(marked) or name.lower() in PARTS:

@@ -247,7 +247,7 @@ def divide(
     clients = clients or max(1, min(100, len(pool) // MEAN_SIZE))
     if len(pool) < clients * MIN_SIZE:
         raise UserError(
-            f"{clients} --clients need {MIN_SIZE} images each, of {len(pool)}: lower it, or add"
+            f"{clients} --clients need {MIN_SIZE} of {len(pool)} samples each: lower, or add some"
         )
     if partition == "domain":
         parts = by_domain(data.domain[pool], clients, rng)

@@ -127,7 +127,7 @@ def test_own_models_are_tested_before_averaging(patched):
     _, row = next(patched("own-models", "fedavg.py")["federate"](args, clients, trainer, {}))
     right = []
     thetas, _ = trainer.train(fedavg.client_update, trainer.initial, row["selected"], 1)
-    for k, theta in zip(row["selected"], thetas):
+    for k, theta in zip(row["selected"], thetas, strict=True):
         logits = logits_by_hand(trainer, theta, clients.test[k])
         right += (logits.argmax(1) == data.y[clients.test[k]]).tolist()
     assert row["id_selected"] == pytest.approx(sum(right) / len(right))

@@ -118,7 +118,7 @@ def test_the_plain_loop_selects_as_equation_16_and_weights_as_equation_14():
         by_hand[1].running_mean.copy_(mean)
         expected.append(selected)
     assert loop.federate(model, clients, lambda g: loop.minimax_clients(g, 3), 8) == expected
-    for found, right in zip(model.parameters(), by_hand.parameters()):
+    for found, right in zip(model.parameters(), by_hand.parameters(), strict=True):
         assert torch.allclose(found, right, atol=1e-5)
     assert torch.allclose(model[1].running_mean, by_hand[1].running_mean, atol=1e-5)
 

@@ -56,7 +56,7 @@ def test_a_colour_agrees_with_the_label_as_often_as_its_domain_says(monkeypatch)
 def test_rotation_is_torchvisions_in_equal_parts_and_leaves_the_original(tiny):
     before = tiny.x.clone()
     turned = rotated(tiny, [0.0, -50.0, 30.0], seed=3)
-    for x, image, domain in zip(turned.x, tiny.x, turned.domain):
+    for x, image, domain in zip(turned.x, tiny.x, turned.domain, strict=True):
         angle = [0.0, -50.0, 30.0][domain]
         assert torch.equal(x, rotate(image, angle, InterpolationMode.BILINEAR))
     assert torch.equal(tiny.x, before) and turned.domains == ["0", "-50", "30"]

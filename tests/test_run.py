@@ -418,7 +418,7 @@ fediir --test-domain mono --dataset glyphs --model resblocks -> has batch norm
 fediir --dataset some/folder --model convnet --clients 4 -> --test-domain is missing
 minimax_select --clients 3 -> too few samples of the classes
 minimax_select --dataset colours --clients 8 --partition rare -> change --clients or --partition
-fedavg --partition iid --clients 1201 -> 1201 --clients need 10 images each, of 12000
+fedavg --partition iid --clients 1201 -> 1201 --clients need 10 of 12000 samples each: lower
 fediir --partition domain --clients 1 --dataset glyphs -> --clients 1 is fewer than the
 fedavg --clients 9 --sample 5 -> --sample 5: only 4 of 9 clients participate; lower it, or raise
 fedavg --clients 9 --sample 6 -> (a --sample that you did not give is this data set's default)

@@ -44,7 +44,7 @@ def test_each_segment_becomes_the_nearest_codeword_that_may_be_used(mean, segmen
     codebook.extend(torch.from_numpy(words))
     out, loss, index = codebook(torch.from_numpy(tokens), torch.from_numpy(usable))
     parts, squares = tokens.reshape(-1, words.shape[1]).astype(float), []
-    for z, found in zip(parts, index.flatten().tolist()):
+    for z, found in zip(parts, index.flatten().tolist(), strict=True):
         distances = ((words.astype(float) - z) ** 2).sum(1)
         assert usable[found] and distances[found] <= distances[usable].min() + 1e-5
         squares.append(distances[found])
@@ -68,7 +68,7 @@ def test_tokens_in_bfloat16_meet_a_codebook_in_float32_also_under_autocast(size)
     codebook, tokens = ExtensibleCodebook(size, 6, 2), torch.randn(4, 3, 6).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         found = codebook(tokens)
-    for one, other in zip(found, codebook(tokens.float())):
+    for one, other in zip(found, codebook(tokens.float()), strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
 
 

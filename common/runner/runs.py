@@ -144,9 +144,10 @@ class Run:
                `hits`
 
         Adds the norm of the model's weights, by which two runs can be compared, and leaves out what
-        is None. Raises UserError if a value is something else, if args have changed, if a resumed
-        run could not read the state, or if the row differs among the processes, or from what the
-        round gave before a kill has undone it. (A column with `seconds` in its name may.)
+        is None. Raises UserError if a value is something else, if args have changed, or if a
+        resumed run could not read the state. It does so, too, if a process has another row, or if
+        the round had another one before a kill has undone it. (A column with `seconds` in its name
+        may differ.)
         """
         if taken := {"round", "seconds", "norm"} & row.keys():
             raise UserError(f"{' and '.join(taken)} is a column already: choose another name")
