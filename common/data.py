@@ -49,10 +49,10 @@ class Dataset:
     y: Tensor
     train: Tensor
     test: Tensor
-    classes: list[str]
+    classes: list
     domain: Tensor | None = None
-    domains: list[str] = field(default_factory=list)
-    extra: dict[str, Tensor] = field(default_factory=dict)
+    domains: list = field(default_factory=list)
+    extra: dict = field(default_factory=dict)
     source: int | None = None
 
     def fingerprint(self) -> int:

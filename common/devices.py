@@ -9,7 +9,7 @@ import torch
 from common import UserError, first_line, models, random_at, ranks
 
 
-def set_up(device: str, precision: str, model: str) -> tuple[torch.device, str]:
+def set_up(device: str, precision: str, model: str) -> tuple:
     """The device and the precision that these names, or `auto`, mean here.
 
     Sets what holds for the whole program, too: one thread if launch() runs it, each rank's GPU, and

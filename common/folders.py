@@ -84,7 +84,7 @@ def image_folder(folder: Path, image_size: int) -> dict:
     }  # fmt: skip
 
 
-def find_files(folder: Path, depth: int = 0) -> list[Path]:
+def find_files(folder: Path, depth: int = 0) -> list:
     """The files in a folder and in all folders inside it, sorted, without JUNK.
 
     Raises UserError if a folder has no images, and for names that cannot be used.

@@ -105,7 +105,7 @@ def build(
     return Classifier(features.train(), classifier, dim=example.shape[1])
 
 
-def _own(name: str, channels: list[int]) -> nn.Sequential:
+def _own(name: str, channels: list) -> nn.Sequential:
     """The features of a model in OWN, for images with the first of these numbers of channels."""
     layers = []
     for i, (before, after) in enumerate(pairwise(channels)):

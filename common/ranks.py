@@ -34,7 +34,7 @@ if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= set(os.environ):  # torchrun
     RANK, COUNT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     LOCAL_RANK = int(os.environ["LOCAL_RANK"])
 A_WORD_AFTER = 600  # seconds
-may_fork = False  # only a program from the command line may
+may_fork = False  # only a program from the command line may, on Linux
 _all = None  # the group of all ranks, which wait for each other for days
 
 
@@ -44,8 +44,10 @@ def how_many(processes: int | None, device: str, most: int) -> int:
     0 if this process itself should do the work: one of torchrun's ranks, a notebook, another system
     than Linux, or with one GPU, which a forked process may not be able to use.
     """
-    if COUNT > 1 or not may_fork or sys.platform != "linux":
+    if COUNT > 1 or not may_fork:
         return 0
+    if threading.active_count() > 1:
+        raise UserError("threads would be lost in the forked processes: start them in federate()")
     gpus = torch.cuda.device_count() if device in ("auto", "cuda") else int("cuda" in device)
     count = min(processes or gpus or len(os.sched_getaffinity(0)), most, gpus or most)
     return 0 if gpus and count == 1 else count
@@ -60,10 +62,8 @@ def start(work: Callable, count: int):
     """
     from torch import _dynamo  # noqa: F401  (the first optimizer would, for seconds, in each rank)
 
-    if threading.active_count() > 1:
-        raise UserError("threads would be lost in the forked processes: start them in federate()")
-
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    others = multiprocessing.active_children()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
@@ -80,7 +80,7 @@ def start(work: Callable, count: int):
                 "fewer --processes"
             ) from e
         finally:
-            for process in multiprocessing.active_children():
+            for process in {*multiprocessing.active_children()} - {*others}:
                 process.kill()
                 process.join()
 
@@ -165,7 +165,7 @@ def agree(facts: dict, when: str, advice: str):
         raise UserError(f"{when}the processes differ in their {' and '.join(names)}: {advice}")
 
 
-def share_out(sizes: Sequence) -> list[int]:
+def share_out(sizes: Sequence) -> list:
     """Divides pieces of work of these sizes among the ranks. Returns the indices of this rank's.
 
     The largest piece goes first, and each goes to the rank with the least work, or the first of

@@ -38,8 +38,8 @@ class Clients:
     test: Parts
     participating: int
     per_round: int
-    groups: list[str]
-    tests: dict[str, Tensor]
+    groups: list
+    tests: dict
     label_counts: Tensor | None = None
 
     @property
@@ -152,7 +152,7 @@ def by_class(labels: Tensor, partition: str, classes: int, clients: int, rng: Ge
     return [parts[k] for k in range(clients)]
 
 
-def hold_out(clients: Parts, share: float, rng: Generator) -> tuple[Parts, Parts]:
+def hold_out(clients: Parts, share: float, rng: Generator) -> tuple:
     """Divides each client's samples at random: this share, but at least one, is for testing.
 
     With the share 0, it is none.
@@ -174,7 +174,7 @@ def label_counts(data: Dataset, clients: Parts) -> Tensor:
     return torch.stack(counts).float()
 
 
-def pools(data: Dataset, partition: str, test_domain: str | None) -> tuple[Tensor, Tensor]:
+def pools(data: Dataset, partition: str, test_domain: str | None) -> tuple:
     """The samples that the clients divide, and the OOD samples: two int64 tensors.
 
     Without a test domain, they are the standard training and test sets, but silos have no OOD
@@ -204,9 +204,7 @@ def pools(data: Dataset, partition: str, test_domain: str | None) -> tuple[Tenso
     return pool, torch.nonzero(left_out).flatten()
 
 
-def silos(
-    data: Dataset, pool: Tensor, numbers: Sequence, size: int, seed: int
-) -> tuple[Parts, Parts]:
+def silos(data: Dataset, pool: Tensor, numbers: Sequence, size: int, seed: int) -> tuple:
     """Training and test samples of numbers[d] silos for each domain d (Zhang et al., section 4).
 
     A silo has `size` training samples from the pool. It is tested on samples of its domain from the
@@ -270,9 +268,7 @@ def group(data: Dataset, samples: Tensor, partition: str) -> str:
     return "more classes" if one and len(data.y[samples].unique()) > 1 else one
 
 
-def participation(
-    partition: str, clients: int, groups: int, m: int | None, k: int | None
-) -> tuple[int, int]:
+def participation(partition: str, clients: int, groups: int, m: int | None, k: int | None) -> tuple:
     """M and K: how many clients participate, and how many of these a method selects per round.
 
     Those that are None have a default. M is 40 % of the clients with dirichlet, iid and shards, as

@@ -5,6 +5,7 @@ which order and in which precision it runs. A model travels as one vector theta 
 in their order, then its floating-point buffers (the statistics of batch norm).
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -58,7 +59,7 @@ def averaging_weights(by: str, sizes: Tensor) -> Tensor:
     return n / n.sum()
 
 
-def weights_of(model: nn.Module) -> list[Tensor]:
+def weights_of(model: nn.Module) -> list:
     """The tensors that theta consists of, in their order."""
     statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     return [*model.parameters(), *statistics]
@@ -80,7 +81,7 @@ def set_weights(model: nn.Module, theta: Tensor) -> None:
         t.copy_(part)
 
 
-def unflatten(model: nn.Module, theta: Tensor) -> list[Tensor]:
+def unflatten(model: nn.Module, theta: Tensor) -> list:
     """Views of theta [P] in the shapes of the model's parameters, then of its buffers."""
     tensors = weights_of(model)
     parts = theta.split([t.numel() for t in tensors])
@@ -149,7 +150,7 @@ class Trainer:
         # The batch size of the evaluation
         self.chunk = max(1, min(most, 1000 if self.device.type == "cuda" else 250))
 
-    def batch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def batch(self, positions: Tensor) -> tuple:
         """The samples at these positions: images as float32 in -1..1, and their labels."""
         x = self.x[positions].to(memory_format=torch.channels_last)
         return x.float().div_(127.5).sub_(1), self.y[positions]
@@ -164,7 +165,7 @@ class Trainer:
         per_client: Mapping = {},
         sent: float | Tensor | None = None,
         **options,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple:
         """The selected clients, int64 [K], train from theta in round t, each on its own samples.
 
         client_update  called as client_update(model, batches, optimizer, ...), where the model has
@@ -188,7 +189,7 @@ class Trainer:
         mine = self._mine(theta, selected, sizes)  # the other processes train the other clients
         uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
 
-        def train_one(i, upload):
+        def train_one(i):
             k = int(selected[i])
             set_weights(self.model, theta)
             self.model.train()
@@ -205,10 +206,10 @@ class Trainer:
                 ) from e
             if loss is None:
                 raise UserError("client_update returns nothing: return the mean loss, a number")
-            upload[:-1], upload[-1] = get_weights(self.model), torch.as_tensor(loss)
+            return torch.cat([get_weights(self.model), torch.as_tensor(loss).view(1).to(theta)])
 
         for i in mine:
-            train_one(i, uploads[i])
+            uploads[i] = train_one(i)
             self.progress(t, 1 / len(mine))
         ranks.add_up(uploads)
         self.count(selected, self.local.epochs, 2 * len(theta) if sent is None else 2 * sent)
@@ -217,9 +218,14 @@ class Trainer:
             k = int(selected[finite.index(False)])
             raise RunError(f"client {k} diverged in round {t}: {ADVICE}")
         if self.device.type == "cpu" and sizes and (not t & (t - 1) or t == self.rounds):
-            again = torch.empty_like(uploads[0])
-            train_one(0, again)
-            if not all(ranks.exchange(torch.equal(again, uploads[0]))):
+
+            def repeats():
+                return torch.equal(train_one(0), uploads[0])
+
+            # In a copy of this process if no thread would be lost, so that no counter moves
+            can_fork = ranks.may_fork and len(os.listdir("/proc/self/task")) == 1
+            same = ranks.start(repeats, 1) if can_fork else repeats()
+            if not all(ranks.exchange(same)):
                 raise UserError(
                     f"client {selected[0]} ends with other weights if it trains again: give it "
                     "as arguments what it keeps, such as a counter, and use no clock"
@@ -236,7 +242,7 @@ class Trainer:
         /,
         per_client: Mapping = {},
         **options,
-    ) -> list[Tensor]:
+    ) -> list:
         """What `function` computes for each of these clients, int64 [K].
 
         function  called as function(model, batches, ...), where the model already has the weights
@@ -261,7 +267,7 @@ class Trainer:
         columns = zip(*ranks.gather(results), strict=True)
         return [finite(torch.stack(column).to(self.device)) for column in columns]
 
-    def _mine(self, theta: Tensor, ids: Iterable, sizes: Sequence) -> list[int]:
+    def _mine(self, theta: Tensor, ids: Iterable, sizes: Sequence) -> list:
         """Which of these pieces of work this process does.
 
         Raises UserError if the others have other weights or clients, because then each would do a
@@ -357,7 +363,7 @@ class Trainer:
         return row
 
     @torch.no_grad()
-    def predict(self, theta: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+    def predict(self, theta: Tensor, samples: Tensor) -> tuple:
         """The model with weights theta on these samples of the pool, int64 [n].
 
         Returns their cross-entropies [n] and the predicted classes, int64 [n], on the CPU. Raises

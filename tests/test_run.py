@@ -266,7 +266,7 @@ def test_what_a_client_keeps_from_the_one_before_is_refused(
 
     monkeypatch.setattr(Trainer, "train", train_and_keep)
     words = f"{TWELVE} --no-compare --precision float32 --device cpu --processes "
-    for n in (1, 2)[keeps is os.getpid :]:
+    for n in (1, 2):
         code, [*_, line] = launched(fedavg, f"{words} {n} --out {n}", start)
         assert code == 2 and "ends with other weights if it trains again" in line
 
@@ -323,15 +323,18 @@ def test_threads_that_a_fork_would_lose_are_refused(start, launched):
     assert code == 2 and "threads would be lost" in line
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_what_is_kept_outside_federate_does_not_go_from_run_to_run(start, launched, monkeypatch, n):
-    evaluate, count = Trainer.evaluate, itertools.count(1).__next__
-    counted = lambda *given: evaluate(*given) | {"count": count()}  # noqa: E731
+def test_what_a_program_keeps_goes_neither_from_run_to_run_nor_through_a_check(
+    start, launched, monkeypatch
+):
+    """A client that a check trains again is counted once, as in a program without checks."""
+    evaluate, optimizer, trained = Trainer.evaluate, Trainer._optimizer, []
+    counted = lambda *given: evaluate(*given) | {"count": len(trained)}  # noqa: E731
     monkeypatch.setattr(Trainer, "evaluate", counted)
-    words = f"{TWELVE} --device cpu --rounds 2 --seed 1 2 --processes {n} --out two"
+    monkeypatch.setattr(Trainer, "_optimizer", lambda self: trained.append(0) or optimizer(self))
+    words = f"{TWELVE} --device cpu --rounds 2 --seed 1 2 --processes 1 --out two"
     assert launched(fedavg, words, start)[0] == 0
     found = [read_rows(file.parent) for file in Path().rglob("metrics.csv")]
-    assert [[row["count"] for row in rows] for rows in found] == [["1", "2"]] * 6
+    assert [[row["count"] for row in rows] for rows in found] == [["4", "8"]] * 6
 
 
 def test_a_copy_does_not_go_on_with_other_code(mine, start, refused, tmp_path):
@@ -571,10 +574,12 @@ def test_variables_that_change_beside_the_state_are_named(start, monkeypatch, ca
         model, w = trainer.model, trainer.initial
         for _ in range(2):  # in another loop
             inside = t = 0
-        best, seen = w, []
+        if "best" not in state:
+            best, seen = w, []
         for t in (1, 2):
             w = 0.5 * w
             best = best + w
+            trainer.local.lr = t
             seen.append(t)
             SEEN_BY_MODULE[t] += 1
             trainer.progress(t, 1)
@@ -587,15 +592,24 @@ def test_variables_that_change_beside_the_state_are_named(start, monkeypatch, ca
     monkeypatch.setattr(fedavg, "federate", federate)
     start(fedavg, CUTS[fedavg] + "--no-compare")
     names = re.findall(r"(.*) changes, but", capsys.readouterr().err)
-    kept = ["test_run.SEEN_BY_MODULE", "helpers.of_helper"]
-    kept += [f"{name} of federate()" for name in ("best", "seen")]
-    assert {*", ".join(names).split(", ")} == {*kept}
+    assert {*", ".join(names).split(", ")} == {
+        "test_run.SEEN_BY_MODULE",
+        "helpers.of_helper",
+        "trainer.local.lr",
+        "best of federate()",
+        "seen of federate()",
+    }
 
 
-def test_flags_that_federate_changes_are_refused(mine, refused):
-    """The trainer has read them already."""
-    method = mine("", "vars(args).update(lr=1) or select(args, clients, trainer, w, t)")
-    refused(method, TWELVE + "--no-compare", "federate() changes args.lr")
+LATE = {  # flags that the trainer has read already, and code that a run has not seen at its start
+    "vars(args).update(lr=1) or select(args, clients, trainer, w, t)": "federate() changes args.lr",
+    "__import__('helper').choose(clients)": "helper is imported in a function",
+}
+
+
+@pytest.mark.parametrize("line", LATE)
+def test_what_federate_does_too_late_is_refused(mine, refused, line):
+    refused(mine("", line), TWELVE + "--no-compare", LATE[line])
 
 
 def test_a_run_that_is_made_longer_repeats_a_round_and_changes_nothing_if_it_differs(

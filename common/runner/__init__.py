@@ -25,7 +25,7 @@ def launch(main: Callable):
     system, such as a full disk, or another process that has ended. Each of these is one line on
     stderr.
     """
-    ranks.may_fork = True
+    ranks.may_fork = sys.platform == "linux"
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     torch.set_num_threads(1)  # see devices.set_up
     socket.setdefaulttimeout(60)  # for a download that does not answer

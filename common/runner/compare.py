@@ -1,8 +1,8 @@
 """Runs a method and its baselines, with one seed or several, and says what came out."""
 
+import ast
 import inspect
 import pickle
-import re
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +11,7 @@ from functools import lru_cache
 from io import BytesIO
 from itertools import product
 from pathlib import Path
+from textwrap import dedent
 from types import FunctionType
 
 import numpy as np
@@ -28,9 +29,7 @@ def build_model(args: Namespace, shape: tuple, classes: int) -> models.Classifie
     return models.build(args.model, shape, classes, args.width, pretrained=args.pretrained)
 
 
-def assemble(
-    args: Namespace, dataset: data.Dataset, build: Callable = build_model
-) -> tuple[splits.Clients, torch.nn.Module]:
+def assemble(args: Namespace, dataset: data.Dataset, build: Callable = build_model) -> tuple:
     """The clients and the initial model. Raises UserError if the flags do not fit the data."""
     if len(dataset.classes) == 1:
         raise UserError(f"{dataset.name} has only one class, {dataset.classes[0]}: two are needed")
@@ -65,7 +64,7 @@ def run(
     prediction: str,
     shows_in: Mapping,
     build: Callable = build_model,
-) -> dict[str, list[Run]]:
+) -> dict:
     """Runs a method, and then each baseline with as many rounds and other flags.
 
     federate    called as federate(args, clients, trainer, state); yields the state and a row of
@@ -88,6 +87,7 @@ def run(
             side = changed(args, **own, name=name, compare=False, method_rounds=args.rounds)
             side.out += f"-{name.lower().replace(' ', '-')}"
             sides.append(side)  # its own rounds may be fewer, as many as its method came to
+    modules = flags.own_modules()
     if ranks.LOCAL_RANK:  # the first one may download the data
         ranks.exchange(None)
     dataset = data.load(args.dataset, args.data_dir, args.image_size)
@@ -122,15 +122,20 @@ def run(
         run = Run(own, dataset, clients, model, device)
         if several and own is plans[0][0] and not ranks.RANK:  # Run() may have refused the flags
             write_args(Path(args.out), {"flags": {**vars(args), "precision": own.precision}}, True)
-        first, say_once, modules = {}, lru_cache(say), flags.own_modules()
+        first, say_once = {}, lru_cache(say)
 
         def look(state):
-            now = kept_aside(modules, rounds, state)
+            if late := flags.own_modules().keys() - modules.keys():
+                raise UserError(
+                    f"{few(sorted(late))} is imported in a function, where a run does not see its "
+                    "code: import it at the top of the file"
+                )
+            now = kept_aside({**modules, "trainer.local": trainer.local}, rounds, state)
             changed = [name for name in now if now[name] != first.setdefault(name, now[name])]
             if changed:
                 say_once(
                     f"\n{few(changed)} changes, but is not in the state that federate() yields: a "
-                    "resumed run lacks it, each process has its own, and a check repeats a client"
+                    "resumed run lacks it, and each process has its own"
                 )
 
         look_once = lru_cache(lambda t: look(None))
@@ -161,9 +166,7 @@ def run(
     def in_processes(own):
         """One run, in processes of its own, so that nothing that it keeps goes to the next one."""
         data_of(own.seed)  # here, because all of a seed's runs need the same
-        if count * len(sides) * len(plans) < 2:
-            return run_one(own)
-        return ranks.start(lambda: run_one(own), count)
+        return ranks.start(lambda: run_one(own), count) if count else run_one(own)
 
     runs, failed = {}, []
     try:
@@ -220,11 +223,14 @@ def kept_aside(modules, rounds, state):
             kept |= {f"{place}.{name}": value for name, value in vars(module).items()}
     with suppress(Exception):  # no generator, or no source
         here, source = rounds.gi_frame.f_locals, inspect.getsource(rounds.gi_code)
-        loop = r"\n\1    (for|while) .*(\n(\1     .*)?)*\n\1     .*yield"
-        before_loop = re.match(rf"( *)[\s\S]*?(?={loop})", source)
-        lines = re.findall(rf"\n{before_loop[1]}    (\S.*)", before_loop[0])  # at its level
-        own = {*re.findall(r"(\w+)(?=[\w, :]* = )", "\n".join(lines))} - {*state}
-        kept |= {f"{name} of federate()": here[name] for name in own & here.keys()}
+        for statement in ast.parse(dedent(source)).body[0].body:
+            parts = [*ast.walk(statement)]
+            if any(isinstance(part, ast.For | ast.While | ast.Yield) for part in parts):
+                continue
+            for part in parts:
+                name = getattr(part, "id", "")
+                if name in here.keys() - {*state} and isinstance(part.ctx, ast.Store):
+                    kept[f"{name} of federate()"] = here[name]
     for name, value in kept.items():
         with suppress(Exception):
             if ".__" not in name and not isinstance(value, torch.nn.Module | torch.nn.Parameter):

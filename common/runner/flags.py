@@ -142,7 +142,7 @@ def parse(
     settings: dict,
     small: dict,
     own_flags: Callable,
-    argv: list[str] | None = None,
+    argv: list | None = None,
 ) -> argparse.Namespace:
     """The flags of the method in this file.
 
@@ -203,7 +203,7 @@ def parse(
 
 def own_modules():
     """The modules that this program has imported, but of what is installed, by name."""
-    installed = rf".*(site|dist)-packages|{re.escape(sysconfig.get_path('stdlib'))}"
+    installed = rf".*(site|dist)-packages|.*torchinductor|{re.escape(sysconfig.get_path('stdlib'))}"
     own = re.compile(rf"(?!{installed}).*[/\\].*\.py$")
     imported = [*sys.modules.values()]
     return {m.__name__: m for m in imported if own.match(getattr(m, "__file__", None) or "")}

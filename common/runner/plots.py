@@ -40,7 +40,7 @@ STYLE = {
 
 
 @contextmanager
-def picture(file: Path, width: float, height: float) -> Iterator[Figure]:
+def picture(file: Path, width: float, height: float) -> Iterator:
     """A figure of this size in inches, saved at the end of the block.
 
     It begins with matplotlib's defaults, because a user's own could turn images upside down.

@@ -129,7 +129,7 @@ def line(name: str, numbers: Mapping, domains: Sequence, text: Callable) -> list
     return cells
 
 
-def table(rows: Mapping) -> list[tuple]:
+def table(rows: Mapping) -> list:
     """A header, a line for each row, and one for the difference of each from the last.
 
     Below a line with several test domains, each of these has a line, too. A column that has only a
