@@ -118,8 +118,10 @@ def client_update(model, batches, optimizer, global_gradient, gamma):
     return torch.stack(losses).mean()
 
 
-def spread(gradients: Tensor) -> Tensor:
-    """The mean squared distance of the clients' gradients [K, Q] from their mean."""
+def spread(gradients: Tensor) -> Tensor | None:
+    """The mean squared distance of the clients' gradients [K, Q] from their mean; None of one."""
+    if len(gradients) < 2:
+        return None
     return (gradients - gradients.mean(0)).square().sum(1).mean()
 
 

@@ -118,7 +118,7 @@ def rotated(data: Dataset, angles: Sequence, seed: int = 0) -> Dataset:
     return replace(data, x=x, domain=domain, domains=names, source=data.fingerprint())
 
 
-def _from_torchvision(name: str, root: Path) -> Dataset:
+def _from_torchvision(name, root):
     """A data set of torchvision, downloaded into `root` if it is not there yet."""
     from torchvision import datasets
 

@@ -40,7 +40,7 @@ def set_up(device: str, precision: str, model: str) -> tuple:
     return found, precision
 
 
-def _device(name: str) -> torch.device:
+def _device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and ranks.COUNT > 1:

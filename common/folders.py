@@ -14,6 +14,7 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,6 @@ ANNOTATION = (
     r"|targets?|seg(mentation)?s?|superpixels?|trimaps?|overlays?|contours?|bbox(es)?"
     r"|thumb(nail)?s?|pred(iction)?s?|annotated|rois?|clahe|\d+x\d+)(?![a-z])"
 )
-Row = tuple[str, str, Path]  # train, test or a domain; the class; the image
 
 
 def image_folder(folder: Path, image_size: int) -> dict:
@@ -87,17 +87,20 @@ def image_folder(folder: Path, image_size: int) -> dict:
 def find_files(folder: Path, depth: int = 0) -> list:
     """The files in a folder and in all folders inside it, sorted, without JUNK.
 
-    Raises UserError if a folder has no images, and for names that cannot be used.
+    Raises UserError if a folder has no images, and for names of annotations and links to nothing.
     """
     paths = sorted(path for path in folder.iterdir() if not path.name.startswith(JUNK))
     if depth > 6:  # perhaps by a link to a folder above
         raise UserError(f"{folder} is too deep: give a folder further in, or remove a link")
-    if folder.name.encode(errors="ignore").decode() != folder.name:  # no table could show it
-        raise UserError(f"the name of the folder {folder.name!a} is not UTF-8: rename it")
     refuse_annotations([path for path in paths if is_image(path) or path.is_dir()])
     files = []
     for path in paths:
-        files += find_files(path, depth + 1) if path.is_dir() else [path]
+        if path.is_dir():
+            files += find_files(path, depth + 1)
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise UserError(f"{path} is no file, but a link to nothing, say: remove it")
     if not any(map(is_image, files)):
         raise UserError(f"{folder} holds no images ({ENDINGS}): add some, or remove it")
     return files
@@ -114,14 +117,16 @@ def refuse_annotations(paths: Sequence):
     x.png if all of them stand beside an x.jpg.
     """
     # Each name in small letters, with spaces between its words
-    names = [re.sub(r"[\W_]+|(?<=[a-z\d])(?=[A-Z])", " ", path.stem).lower() for path in paths]
+    names = [
+        re.sub(r"[\W_]+|(?<=[a-z\d])(?=[A-Z])", " ", path.stem).lower().strip() for path in paths
+    ]
     subjects = [" ".join(re.sub(f"{PICTURE}|{ANNOTATION}", "", n).split()) for n in names]
     count, known = Counter(subjects), {*names}
     are_pairs = 2 * len(known) <= len(names)
     for path, name, subject in zip(paths, names, subjects):
         is_second = count[subject] > 1 and (are_pairs or re.search(ANNOTATION, name))
         original = re.sub(rf" {ANNOTATION} ?\d+$", "", name)  # case 1, of case 1 mask 2
-        is_mark = path.is_dir() and name.strip() and not subject
+        is_mark = path.is_dir() and name and not subject
         if is_second or is_mark or (name != original and original in known):
             raise UserError(
                 f"{path} has the name of an annotation, not of a class or a picture: take it away, "
@@ -129,12 +134,13 @@ def refuse_annotations(paths: Sequence):
             )
 
 
-def understand(folder: Path, images: Sequence) -> list[Row]:
+def understand(folder: Path, images: Sequence) -> list:
     """The part, the class and the path of each image. Raises UserError for another layout."""
     rows, homes = [], {}
     for image in images:
         names = image.relative_to(folder).parts[:-1]
         homes[len(names)] = image.parent.absolute()
+        names = [name.encode(errors="backslashreplace").decode() for name in names]  # not UTF-8
         rows.append((*(unicodedata.normalize("NFC", name) for name in names), image))
     if len(homes) > 1 or not {*homes} <= {1, 2}:
         where = " and ".join(f"{depth} folders deep ({homes[depth]})" for depth in sorted(homes))
@@ -167,7 +173,7 @@ def understand(folder: Path, images: Sequence) -> list[Row]:
     return [(new[part_of[top]], *more) for top, *more in rows if part_of[top] in new]
 
 
-def with_a_fifth_for_testing(rows: Sequence) -> list[Row]:
+def with_a_fifth_for_testing(rows: Sequence) -> list:
     """Draws a fifth of each class for testing, or at least one image, and always the same."""
     rng, drawn, classes = random_at(0, "test"), [], {}
     for row in sorted(rows):
@@ -187,6 +193,9 @@ def few(names: Sequence) -> str:
 def say(text: str):
     if not ranks.LOCAL_RANK:
         print(text, file=sys.stderr)
+
+
+say_once = lru_cache(say)
 
 
 def decode(files: Sequence, image_size: int) -> Tensor:
@@ -217,8 +226,6 @@ def pixels(file: str | Path, image_size: int) -> Tensor:
 
     Raises ValueError for a kind that is refused, and Pillow's errors for a damaged file.
     """
-    if not Path(file).is_file():
-        raise ValueError("no regular file")
     with Image.open(file) as image:
         if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
             raise ValueError("several pages or frames")

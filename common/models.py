@@ -105,7 +105,7 @@ def build(
     return Classifier(features.train(), classifier, dim=example.shape[1])
 
 
-def _own(name: str, channels: list) -> nn.Sequential:
+def _own(name, channels):
     """The features of a model in OWN, for images with the first of these numbers of channels."""
     layers = []
     for i, (before, after) in enumerate(pairwise(channels)):
@@ -140,7 +140,7 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
         return super().train(False)
 
 
-def _from_torchvision(name: str, channels: int, pretrained: str, pooled: bool) -> nn.Module:
+def _from_torchvision(name, channels, pretrained, pooled):
     """A ResNet, or VGG16's convolutions with batch norm, which Zhang et al.'s table 11 implies.
 
     A pooled ResNet ends with a linear layer as wide as its input (Guo et al., section 5.1).
@@ -172,7 +172,7 @@ def _from_torchvision(name: str, channels: int, pretrained: str, pooled: bool) -
     return nn.Sequential(v2.Normalize([-0.03, -0.088, -0.188], [0.458, 0.448, 0.45]), net)
 
 
-def _load_weights(net: nn.Module, pretrained: str, weights):
+def _load_weights(net, pretrained, weights):
     """Loads torchvision's `weights`, or those in a file, into `net`, which lacks its last layers.
 
     The file has a state dict, or a checkpoint that holds one as "state_dict" or "model". Raises

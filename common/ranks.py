@@ -34,6 +34,8 @@ if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= set(os.environ):  # torchrun
     RANK, COUNT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     LOCAL_RANK = int(os.environ["LOCAL_RANK"])
 A_WORD_AFTER = 600  # seconds
+# A forked process would wait for ever for OpenMP's threads, which only the first one has
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 may_fork = False  # only a program from the command line may, on Linux
 _all = None  # the group of all ranks, which wait for each other for days
 
@@ -46,8 +48,6 @@ def how_many(processes: int | None, device: str, most: int) -> int:
     """
     if COUNT > 1 or not may_fork:
         return 0
-    if threading.active_count() > 1:
-        raise UserError("threads would be lost in the forked processes: start them in federate()")
     gpus = torch.cuda.device_count() if device in ("auto", "cuda") else int("cuda" in device)
     count = min(processes or gpus or len(os.sched_getaffinity(0)), most, gpus or most)
     return 0 if gpus and count == 1 else count
@@ -62,9 +62,11 @@ def start(work: Callable, count: int):
     """
     from torch import _dynamo  # noqa: F401  (the first optimizer would, for seconds, in each rank)
 
+    if threading.active_count() > 1:
+        raise UserError("threads would be lost in the forked processes: start them in federate()")
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     others = multiprocessing.active_children()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=MEETING and Path(MEETING).parent) as name:
         folder = Path(name)
         try:
             arguments = (work, count, folder)
@@ -85,7 +87,7 @@ def start(work: Callable, count: int):
                 process.join()
 
 
-def _rank(rank: int, work: Callable, count: int, folder: Path):
+def _rank(rank, work, count, folder):
     """Connects this rank, runs work(), and leaves its result or error in the folder."""
     global RANK, COUNT, LOCAL_RANK, MEETING
     RANK, LOCAL_RANK, COUNT, MEETING = rank, rank, count, str(folder / "meeting")
@@ -93,11 +95,13 @@ def _rank(rank: int, work: Callable, count: int, folder: Path):
         signal.signal(ends, signal.SIG_DFL)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if count == 1 and os.isatty(0):
-        sys.stdin = open(0)  # noqa: SIM115  (for breakpoint)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115  (for breakpoint, in a check, too)
     try:
         connect()
         (folder / f"result{rank}").write_bytes(pickle.dumps(work()))
         disconnect()
+        for process in multiprocessing.active_children():  # of a pool that nobody has closed
+            process.kill()
     except (UserError, OSError) as e:
         (folder / f"error{rank}").write_bytes(pickle.dumps(e))
         sys.exit(1)

@@ -134,6 +134,8 @@ def by_class(labels: Tensor, partition: str, classes: int, clients: int, rng: Ge
     All clients together hold half of the samples, and no sample has two owners. Returns positions
     in `labels`, int64. Raises UserError if the samples of a class are too few.
     """
+    if partition == "rare" and classes <= RARE:
+        raise UserError(f"--partition rare needs more than {RARE} classes: choose another one")
     every = list(range(classes))
     if partition == "specialists":
         ones, others = [[k % classes] for k in range(3 * clients // 4)], every

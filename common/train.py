@@ -6,7 +6,7 @@ in their order, then its floating-point buffers (the statistics of batch norm).
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from common import RunError, UserError, random_at, ranks
 from common.data import Dataset
 from common.devices import seeded
+from common.folders import say_once
 from common.splits import Clients, shuffled
 
 ADVICE = "lower --lr, or the weight of the method's own penalty if it has one"
@@ -212,6 +213,8 @@ class Trainer:
             uploads[i] = train_one(i)
             self.progress(t, 1 / len(mine))
         ranks.add_up(uploads)
+        if any(torch.equal(upload[:-1], theta) for upload in uploads):
+            say_once("\na client has learned nothing: its weights are those that it got")
         self.count(selected, self.local.epochs, 2 * len(theta) if sent is None else 2 * sent)
         finite = torch.isfinite(uploads.sum(1)).tolist()
         if not all(finite):
@@ -249,6 +252,7 @@ class Trainer:
                   theta, and the batches are all of samples[client], in order; returns a tensor or
                   a tuple of tensors
         per_client, options  as for train()
+        t         with a client the address of random draws: a call with the same t draws the same
 
         Returns for each of these tensors the results of the K clients, [K, ...]. Raises RunError if
         one is not finite.
@@ -267,7 +271,7 @@ class Trainer:
         columns = zip(*ranks.gather(results), strict=True)
         return [finite(torch.stack(column).to(self.device)) for column in columns]
 
-    def _mine(self, theta: Tensor, ids: Iterable, sizes: Sequence) -> list:
+    def _mine(self, theta, ids, sizes):
         """Which of these pieces of work this process does.
 
         Raises UserError if the others have other weights or clients, because then each would do a
@@ -280,7 +284,7 @@ class Trainer:
             ranks.agree(facts, when, "draw with random_at, or use --processes 1")
         return ranks.share_out(sizes)
 
-    def _own(self, per_client: Mapping, k: int):
+    def _own(self, per_client, k):
         """Client k's value in each of these tables. Raises UserError if one is too short."""
         for name, values in per_client.items():
             if isinstance(values, Sequence | Tensor) and len(values) < self.clients.participating:
@@ -300,13 +304,13 @@ class Trainer:
         """The two columns of metrics.csv that say what the run has cost so far."""
         return {"samples": self.samples, "megabytes": self.megabytes}
 
-    def _optimizer(self) -> torch.optim.Optimizer:
+    def _optimizer(self):
         local, parameters = self.local, self.model.parameters()
         if local.optimizer == "adam":
             return torch.optim.Adam(parameters, local.lr, fused=True)
         return torch.optim.SGD(parameters, local.lr, local.momentum, fused=True)
 
-    def _batches(self, k: int, t: int) -> Iterator:
+    def _batches(self, k, t):
         """A client's batches: in each epoch consecutive slices of a new random order.
 
         An epoch's last slice may be smaller.

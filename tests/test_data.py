@@ -161,6 +161,7 @@ cat/img_1.jpg, cat/label_1.png -> label_1.png has the name
 cat/x.jpg, cat/xSegmentation.png -> xSegmentation.png has the name
 cat/x.jpg, cat/x.png, dog -> cat/x.jpg has the name
 cat/case_1.png, cat/case_1_mask_2.png -> case_1_mask_2.png has the name
+cat/a (1).png, cat/a (1)_mask_2.png -> mask_2.png has the name
 cat/x.jpg, cat/x_msk0.jpg -> x_msk0.jpg has the name
 cat/x.jpg, cat/x-150x150.jpg -> x-150x150.jpg has the name
 """
@@ -204,16 +205,12 @@ def test_a_link_is_what_it_leads_to(pets):
     (pets / "paint").symlink_to(pets / "photo")
     assert image_folder(pets, 8)["x"][10, 0, 0, 0] == 90
     assert image_folder(pets, 8)["domains"] == ["paint", "photo", "sketch"]
-    (pets / "photo/cat/again").symlink_to(pets)
-    with pytest.raises(UserError, match="too deep"):
-        image_folder(pets, 8)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse to make such a folder")
-def test_a_folder_whose_name_no_picture_and_no_table_could_show_is_named(pets):
+def test_a_name_that_is_no_utf8_becomes_one_that_a_table_can_show(pets):
     (pets / "photo/cat").rename(pets / "photo" / os.fsdecode(b"caf\xe9"))
-    with pytest.raises(UserError, match=r"folder 'caf.udce9' is not UTF-8: rename it"):
-        image_folder(pets, 8)
+    assert image_folder(pets, 8)["classes"] == [r"caf\udce9", "cat", "dog"]
 
 
 def test_what_cannot_be_read_is_named(pets):
@@ -232,7 +229,7 @@ def test_what_cannot_be_read_is_named(pets):
         image_folder(pets, 8)
     file.unlink()
     os.mkfifo(file)  # opening it would wait for ever
-    with pytest.raises(UserError, match=r"x\.tif .*no regular file"):
+    with pytest.raises(UserError, match=r"x\.tif is no file"):
         image_folder(pets, 8)
     with pytest.raises(UserError, match="no such folder or data set"):
         load(str(pets / "photo/cat/0.png"))

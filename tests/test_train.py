@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from common import RunError, UserError, devices
+from common.folders import say_once
 from common.models import build
 from common.splits import Clients
 from common.train import (
@@ -87,12 +88,15 @@ def test_each_client_gets_its_own_value_and_all_get_the_shared_one(tiny, trainer
         trained(trainer, (0,), 1, update, per_client={"own": [1.0]})
 
 
-def test_only_participating_clients_train_and_at_least_one(trainer):
+def test_only_participating_clients_train_and_at_least_one(trainer, capsys):
     """Of nobody's weights the sum would be 0, and of three clients the ids are 0 to 2."""
     with pytest.raises(UserError, match=r"round 1 selects \[0, 3\]: only 0 to 2 participate"):
         trained(trainer, (0, 3))
     with pytest.raises(UserError, match="client_update returns nothing"):
         trained(trainer, update=print)
+    say_once.cache_clear()
+    trained(trainer, (1,), update=lambda *_: 0)
+    assert "a client has learned nothing" in capsys.readouterr().err
     _, losses = trained(trainer, ())
     with pytest.raises(UserError, match="nobody was selected in round 1"):
         trainer.evaluate(trainer.initial, 1, torch.tensor([]), losses)

@@ -7,7 +7,6 @@ compare, runs, and then table and plots.
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from common.folders import say
 devices.seed_all(0, "program")  # a changed file may draw before its first round, as in main()
 
 
-def launch(main: Callable):
+def launch(main):
     """Runs a program from the command line, where it may fork itself.
 
     Exit codes: 2 is a user's mistake, 130 is Ctrl-C or SIGTERM, and 1 is an error of the operating
@@ -27,6 +26,7 @@ def launch(main: Callable):
     """
     ranks.may_fork = sys.platform == "linux"
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may not be UTF-8
     torch.set_num_threads(1)  # see devices.set_up
     socket.setdefaulttimeout(60)  # for a download that does not answer
     try:

@@ -1,18 +1,11 @@
 """Runs a method and its baselines, with one seed or several, and says what came out."""
 
-import ast
 import inspect
-import pickle
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import lru_cache
-from io import BytesIO
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
-from textwrap import dedent
-from types import FunctionType
 
 import numpy as np
 import torch
@@ -21,15 +14,16 @@ from common import RunError, UserError, data, devices, models, ranks, splits
 from common.folders import few, say
 from common.runner import flags, plots, table
 from common.runner.runs import Run, check_free, write_args
+from common.runner.watch import Watch
 from common.train import LocalTraining, Trainer
 
 
-def build_model(args: Namespace, shape: tuple, classes: int) -> models.Classifier:
+def build_model(args, shape, classes):
     """The model of these flags for images of this shape (channels, height, width)."""
     return models.build(args.model, shape, classes, args.width, pretrained=args.pretrained)
 
 
-def assemble(args: Namespace, dataset: data.Dataset, build: Callable = build_model) -> tuple:
+def assemble(args, dataset, build=build_model):
     """The clients and the initial model. Raises UserError if the flags do not fit the data."""
     if len(dataset.classes) == 1:
         raise UserError(f"{dataset.name} has only one class, {dataset.classes[0]}: two are needed")
@@ -51,20 +45,20 @@ def assemble(args: Namespace, dataset: data.Dataset, build: Callable = build_mod
     return clients, model
 
 
-def local_training(args: Namespace) -> LocalTraining:
+def local_training(args):
     """How a client trains, from these flags."""
     return LocalTraining(args.local_epochs, args.batch_size, args.lr, args.optimizer, args.momentum)
 
 
 def run(
-    args: Namespace,
-    federate: Callable,
-    label: str,
-    baselines: Mapping,
-    prediction: str,
-    shows_in: Mapping,
-    build: Callable = build_model,
-) -> dict:
+    args,
+    federate,
+    label,
+    baselines,
+    prediction,
+    shows_in,
+    build=build_model,
+):
     """Runs a method, and then each baseline with as many rounds and other flags.
 
     federate    called as federate(args, clients, trainer, state); yields the state and a row of
@@ -87,7 +81,7 @@ def run(
             side = changed(args, **own, name=name, compare=False, method_rounds=args.rounds)
             side.out += f"-{name.lower().replace(' ', '-')}"
             sides.append(side)  # its own rounds may be fewer, as many as its method came to
-    modules = flags.own_modules()
+    modules, folder = flags.own_modules(), str(Path(inspect.getfile(federate)).parent)
     if ranks.LOCAL_RANK:  # the first one may download the data
         ranks.exchange(None)
     dataset = data.load(args.dataset, args.data_dir, args.image_size)
@@ -122,23 +116,8 @@ def run(
         run = Run(own, dataset, clients, model, device)
         if several and own is plans[0][0] and not ranks.RANK:  # Run() may have refused the flags
             write_args(Path(args.out), {"flags": {**vars(args), "precision": own.precision}}, True)
-        first, say_once = {}, lru_cache(say)
-
-        def look(state):
-            if late := flags.own_modules().keys() - modules.keys():
-                raise UserError(
-                    f"{few(sorted(late))} is imported in a function, where a run does not see its "
-                    "code: import it at the top of the file"
-                )
-            now = kept_aside({**modules, "trainer.local": trainer.local}, rounds, state)
-            changed = [name for name in now if now[name] != first.setdefault(name, now[name])]
-            if changed:
-                say_once(
-                    f"\n{few(changed)} changes, but is not in the state that federate() yields: a "
-                    "resumed run lacks it, and each process has its own"
-                )
-
-        look_once = lru_cache(lambda t: look(None))
+        watch = Watch(modules, folder, model, clients)
+        look_once = lru_cache(lambda t: watch.look(rounds, None))
 
         def progress(t, share):
             run.progress(t, share)
@@ -157,16 +136,11 @@ def run(
         try:
             for state, row in rounds:
                 run.record(state, row)
-                look(state)
+                watch.look(rounds, state)
                 devices.seed_all(own.seed, "round", run.t + 1)
         except SystemExit as e:
             raise UserError("sys.exit() has ended it, so return from federate() instead") from e
         return run.finish()
-
-    def in_processes(own):
-        """One run, in processes of its own, so that nothing that it keeps goes to the next one."""
-        data_of(own.seed)  # here, because all of a seed's runs need the same
-        return ranks.start(lambda: run_one(own), count) if count else run_one(own)
 
     runs, failed = {}, []
     try:
@@ -175,7 +149,10 @@ def run(
             for own in plan:
                 own.rounds = rounds
                 try:
-                    run = in_processes(own)
+                    data_of(own.seed)  # here, because all of a seed's runs need the same
+                    one = partial(run_one, own)
+                    # In processes of its own, so that nothing that it keeps goes to the next one
+                    run = ranks.start(one, count) if count * len(sides) * len(plans) > 1 else one()
                 except Exception as e:
                     # A full disk is a plain OSError. All of torchrun's ranks meet a RunError
                     ends_all = type(e) is OSError or ranks.COUNT > 1 or not several
@@ -206,50 +183,7 @@ def run(
     return runs
 
 
-def kept_aside(modules, rounds, state):
-    """A dict of hashes of what a method may keep beside the state, by the variable's name.
-
-    These are the variables of the modules but common/, functions included, for their attributes;
-    and after a round, those of federate() from before its loop. Left out are models, whose weights
-    somebody sets, and what cannot be pickled.
-
-    modules  by name
-    rounds   what federate() has returned
-    state    what it has yielded in this round, or None while clients train
-    """
-    kept, found = {}, {}
-    for place, module in modules.items():
-        if "common" not in place:
-            kept |= {f"{place}.{name}": value for name, value in vars(module).items()}
-    with suppress(Exception):  # no generator, or no source
-        here, source = rounds.gi_frame.f_locals, inspect.getsource(rounds.gi_code)
-        for statement in ast.parse(dedent(source)).body[0].body:
-            parts = [*ast.walk(statement)]
-            if any(isinstance(part, ast.For | ast.While | ast.Yield) for part in parts):
-                continue
-            for part in parts:
-                name = getattr(part, "id", "")
-                if name in here.keys() - {*state} and isinstance(part.ctx, ast.Store):
-                    kept[f"{name} of federate()"] = here[name]
-    for name, value in kept.items():
-        with suppress(Exception):
-            if ".__" not in name and not isinstance(value, torch.nn.Module | torch.nn.Parameter):
-                Contents(text := BytesIO()).dump(value)
-                found[name] = hash(text.getvalue())
-    return found
-
-
-class Contents(pickle.Pickler):
-    """Writes what a function keeps, too, where pickle writes its name, or refuses a lambda."""
-
-    def reducer_override(self, value):
-        if not isinstance(value, FunctionType):
-            return NotImplemented
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return tuple, ([value.__qualname__, value.__defaults__, vars(value), cells],)
-
-
-def plans_of(sides: Sequence, seeds: Sequence, domains: Sequence) -> list:
+def plans_of(sides, seeds, domains):
     """For each seed and test domain the flags of a run of each side: the method, its baselines."""
     plans = []
     for seed, domain in product(seeds, domains):
@@ -261,12 +195,12 @@ def plans_of(sides: Sequence, seeds: Sequence, domains: Sequence) -> list:
     return plans
 
 
-def changed(args: Namespace, **changes) -> Namespace:
+def changed(args, **changes):
     """The same flags, but for these changes."""
     return Namespace(**(vars(args) | changes))
 
 
-def verdict(runs: Mapping, prediction: str, shows_in: Mapping):
+def verdict(runs, prediction, shows_in):
     """Prints what the idea predicts for the example, and what these runs gave."""
     label, baseline, *_ = runs
     found, holds = [], True

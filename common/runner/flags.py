@@ -5,13 +5,11 @@ import re
 import sys
 import sysconfig
 from argparse import BooleanOptionalAction
-from collections.abc import Callable
 from datetime import datetime
 from functools import cache
 from hashlib import sha1
 from os.path import isfile, relpath
 from pathlib import Path
-from types import ModuleType
 
 from common import UserError, data, models
 from common.runner.runs import MAY_CHANGE, read_args, refuse_others
@@ -28,7 +26,7 @@ NEEDS = {  # flag -> the values of another flag with which it changes anything
 }
 
 
-def within(kind: type, low: float, high: float = 10**9) -> Callable:
+def within(kind, low, high=10**9):
     """An argparse type: a number of this kind, int or float, from low to high."""
 
     def number(text):
@@ -53,12 +51,12 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Reports a wrong flag as a UserError."""
 
-    def error(self, message: str):
+    def error(self, message):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
 # fmt: off
-def add_shared_flags(parser: Parser, example: str):
+def add_shared_flags(parser, example):
     """The flags that all methods share, with the defaults that hold if no data set's do.
 
     example  the data set of the method's example
@@ -137,13 +135,13 @@ def add_shared_flags(parser: Parser, example: str):
 
 
 def parse(
-    file: str,
-    doc: str,
-    settings: dict,
-    small: dict,
-    own_flags: Callable,
-    argv: list | None = None,
-) -> argparse.Namespace:
+    file,
+    doc,
+    settings,
+    small,
+    own_flags,
+    argv=None,
+):
     """The flags of the method in this file.
 
     doc        the method file's docstring; its first paragraph begins the help
@@ -210,7 +208,7 @@ def own_modules():
 
 
 @cache  # for as long as the program, which keeps the code that it has imported, too
-def code_of(file: str, weights: str = "") -> dict:
+def code_of(file, weights=""):
     """A hash of each file of own_modules(), of this one and of common/, by its path from here.
 
     weights  a file that has a hash, too, if there is one
@@ -221,7 +219,7 @@ def code_of(file: str, weights: str = "") -> dict:
     return {relpath(f, here): sha1(Path(f).read_bytes()).hexdigest()[:7] for f in sorted(files)}
 
 
-def defaults(method: ModuleType, words: str = "") -> argparse.Namespace:
+def defaults(method, words=""):
     """The flags of one run of a method, such as fedavg, with these words of a command line."""
     own = method.SETTINGS, method.SMALL, method.own_flags
     args = parse(method.__file__, method.__doc__, *own, words.split())
@@ -229,7 +227,7 @@ def defaults(method: ModuleType, words: str = "") -> argparse.Namespace:
     return args
 
 
-def defaults_for(chosen: argparse.Namespace, settings: dict, small: dict) -> dict:
+def defaults_for(chosen, settings, small):
     """The defaults of the chosen data set. Raises UserError if --small does not fit it."""
     kind = chosen.dataset if chosen.dataset in data.NAMES else "folder"
     defaults = settings.get(kind, settings.get("other", {}))
@@ -238,7 +236,7 @@ def defaults_for(chosen: argparse.Namespace, settings: dict, small: dict) -> dic
     return {**defaults, **small.get(kind, small["other"])} if chosen.small else defaults
 
 
-def saved_flags(chosen: argparse.Namespace) -> dict:
+def saved_flags(chosen):
     """The flags of the run or comparison that goes on; none if a new one starts.
 
     Raises UserError if there is no such run in the folder that --resume names.
@@ -253,7 +251,7 @@ def saved_flags(chosen: argparse.Namespace) -> dict:
     return read_args(Path(folder))["flags"] | {"processes": None, "out": folder}
 
 
-def infer_partition(args: argparse.Namespace, typed: dict):
+def infer_partition(args, typed):
     """Sets the partition if neither the user nor the data set's defaults say it.
 
     It is domain with --test-domain or --rotate, and else dirichlet. Without domains of clients,
@@ -267,10 +265,13 @@ def infer_partition(args: argparse.Namespace, typed: dict):
         args.rotate = None
 
 
-def refuse_useless(args: argparse.Namespace, typed: dict):
+def refuse_useless(args, typed):
     """Raises UserError if a flag that was typed has no effect."""
     if "image_size" in typed and args.dataset in data.NAMES:
         raise UserError(f"--image-size is for folders of images; {args.dataset} has its own size")
     for flag, (other, values) in NEEDS.items():
         if flag in typed and getattr(args, other) not in values:
-            raise UserError(f"{typed[flag]} has no effect with --{other} {getattr(args, other)}")
+            raise UserError(
+                f"{typed[flag]} has no effect with --{other} {getattr(args, other)}: leave it out "
+                f"or choose another --{other}"
+            )

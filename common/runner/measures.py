@@ -43,11 +43,11 @@ MEASURES = {
 DECIMALS = {"percent": 1, "MB": 1, "samples": 0}  # of other units three
 
 
-def measure_of(column: str) -> Measure:
+def measure_of(column):
     """The measure of a column, or of "accuracies[3:6]" and "ood_accuracy@id_accuracy"."""
     return MEASURES[re.match(r"\w+", column)[0]]
 
 
-def in_percent(column: str) -> bool:
+def in_percent(column):
     """Whether this column is a share."""
     return measure_of(column).unit == "percent"

@@ -1,12 +1,9 @@
 """The pictures. They share one style, and can be read in greyscale and at a README's width."""
 
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 from matplotlib import style
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -40,7 +37,7 @@ STYLE = {
 
 
 @contextmanager
-def picture(file: Path, width: float, height: float) -> Iterator:
+def picture(file, width, height):
     """A figure of this size in inches, saved at the end of the block.
 
     It begins with matplotlib's defaults, because a user's own could turn images upside down.
@@ -52,7 +49,7 @@ def picture(file: Path, width: float, height: float) -> Iterator:
             figure.savefig(file)
 
 
-def curves(file: Path, runs: Mapping):
+def curves(file, runs):
     """Columns of metrics.csv against rounds, with a vertical line where UEFL's iterations end.
 
     runs  label -> its runs; drawn are the rounds in which all of them have a number
@@ -74,7 +71,7 @@ def curves(file: Path, runs: Mapping):
         panels(file, found, len(first.classes), ends)
 
 
-def panels(file: Path, found: Sequence, classes: int, ends: Sequence = ()):
+def panels(file, found, classes, ends=()):
     """Curves over the rounds: each label's mean, and a thin line for each run. Dotted is chance.
 
     found  (column, its name, label -> (rounds, numbers [runs, rounds])) of each panel
@@ -101,7 +98,7 @@ def panels(file: Path, found: Sequence, classes: int, ends: Sequence = ()):
         figure.legend(*all_axes[0].get_legend_handles_labels(), loc=BELOW, ncols=2 * len(found))
 
 
-def mean_and_runs(axes: Axes, i: int, at: Sequence, values: np.ndarray, label: str):
+def mean_and_runs(axes, i, at, values, label):
     """The i-th curve of a panel: the mean of values [runs, rounds], and a thin line for each."""
     if len(values) > 1:
         axes.plot(at, values.T, color=COLOURS[i], alpha=0.3, lw=0.6)

@@ -13,8 +13,6 @@ import json
 import os
 import sys
 import time
-from argparse import Namespace
-from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -22,15 +20,12 @@ from pickle import PickleError
 
 import numpy as np
 import torch
-import torch.nn as nn
 from torch import Tensor
 from tqdm import tqdm
 
 from common import RunError, UserError, first_line, ranks, train
-from common.data import Dataset
-from common.folders import few, say
+from common.folders import few, say, say_once
 from common.runner import plots
-from common.splits import Clients
 
 tqdm.monitor_interval = 0  # its thread would be lost in the forked ranks
 SAVE_EVERY = 30  # seconds between two checkpoints
@@ -58,11 +53,11 @@ class Run:
 
     def __init__(
         self,
-        args: Namespace,
-        data: Dataset,
-        clients: Clients,
-        model: nn.Module,
-        device: torch.device,
+        args,
+        data,
+        clients,
+        model,
+        device,
     ):
         self.args, self.clients, self.folder = args, clients, Path(args.out)
         self.checkpoint, self.next = self.folder / "checkpoint.pt", self.folder / "next.pt"
@@ -101,7 +96,7 @@ class Run:
             **({"disable": True} if ranks.RANK else {}),  # else TQDM_DISABLE decides
         )
 
-    def _take_up(self, device: torch.device):
+    def _take_up(self, device):
         """Goes on from the checkpoint in the folder, if there is one yet."""
         before = read_args(self.folder)
         saved = {**before["flags"], "out": self.args.out, "data": before["data"]}
@@ -126,14 +121,14 @@ class Run:
         if (done := max(self.t, *self.seen)) > self.total:
             raise UserError(f"{self.folder} has had {done} rounds: allow as many, or more")
 
-    def progress(self, t: int, share: float):
+    def progress(self, t, share):
         """Moves the clock by this share of round t. Training before round 1 counts as none."""
         self.bar.set_description(
             f"{self.args.name}, seed {self.args.seed}, round {t}/{self.total}", refresh=False
         )
         self.bar.update(min(share, t - self.bar.n))
 
-    def record(self, state: dict, row: dict):
+    def record(self, state, row):
         """Ends a round: adds a row to metrics.csv, shows it, and saves from time to time.
 
         state  what the next round and a resumed run need, as numbers and tensors by name; "t" is
@@ -144,10 +139,10 @@ class Run:
                `hits`
 
         Adds the norm of the model's weights, by which two runs can be compared, and leaves out what
-        is None. Raises UserError if a value is something else, if args have changed, or if a
-        resumed run could not read the state. It does so, too, if a process has another row, or if
-        the round had another one before a kill has undone it. (A column with `seconds` in its name
-        may differ.)
+        is None. Raises UserError if a value is something else in the first round (later it is left
+        out), if args have changed, or if a resumed run could not read the state. It does so, too,
+        if a process has another row, or if the round had another one before a kill has undone it.
+        (A column with `seconds` in its name may differ.)
         """
         if taken := {"round", "seconds", "norm"} & row.keys():
             raise UserError(f"{' and '.join(taken)} is a column already: choose another name")
@@ -161,7 +156,13 @@ class Run:
         if confusion is not None:
             self.confusion = confusion
             row |= {"predicted": confusion.sum(0), "hits": confusion.diagonal()}
-        row = {column: _plain(value, column) for column, value in row.items() if value is not None}
+        plain = {column: _plain(value) for column, value in row.items() if value is not None}
+        if wrong := [column for column in plain if plain[column] is None]:
+            why = f"{few(wrong)} is no number and no list of numbers"
+            if not self.rows:
+                raise UserError(why)
+            say_once(f"\n{why}, so it is left out")  # because the rounds before are worth more
+        row = {column: value for column, value in plain.items() if value is not None}
         cells = {column: _cell(row[column]) for column in row if "seconds" not in column}
         ranks.agree(
             cells,
@@ -205,7 +206,7 @@ class Run:
             ) from e
         self.save_at, self.has_saved = time.monotonic() + SAVE_EVERY, True
 
-    def finish(self) -> "Run":
+    def finish(self):
         """Saves the confusion, the model, the picture and the last state. Returns this run."""
         self.bar.close()
         ranks.agree({"last round": self.t}, "", "end by what they share, and by no clock")
@@ -230,12 +231,12 @@ class Run:
         cells = [[_cell(row.get(column, "")) for column in columns] for row in self.rows]
         self._write("metrics.csv", _csv([columns, *cells]))
 
-    def _write(self, name: str, content: str | dict):
+    def _write(self, name, content):
         if not ranks.RANK:
             write_whole(self.folder / name, content)
 
 
-def weights_in(state: dict) -> Tensor:
+def weights_in(state):
     """The model's weights [P] in what federate() yields: some papers call them w, others theta."""
     for name in ("w", "theta"):
         if name in state:
@@ -243,7 +244,7 @@ def weights_in(state: dict) -> Tensor:
     raise UserError("federate() yields no state, or one without the model: call it w, or theta")
 
 
-def machine_of(device: torch.device) -> str:
+def machine_of(device):
     """What the last digits of a number depend on, beside flags, data and code."""
     parts = [f"{name} {version(name)}" for name in ("torch", "torchvision", "numpy", "scipy")]
     chip = torch.backends.cpu.get_cpu_capability()
@@ -253,7 +254,7 @@ def machine_of(device: torch.device) -> str:
     return ", ".join([f"Python {sys.version.split()[0]}", *parts, f"{device.type} {chip}"])
 
 
-def write_whole(file: Path, content: str | dict):
+def write_whole(file, content):
     """Writes a text or a dict of tensors, so that a kill leaves the old file whole."""
     part = file.with_name(f"{file.name}.part")
     try:
@@ -269,17 +270,17 @@ def write_whole(file: Path, content: str | dict):
         raise OSError(f"{file} cannot be written ({first_line(e)})") from e
 
 
-def write_args(folder: Path, about: dict, goes_on: object):
+def write_args(folder, about, goes_on):
     """Writes args.json. A new run has the folder if it can create this file."""
     file = folder / "args.json"
     if not goes_on:
         check_free(folder)
         folder.mkdir(parents=True, exist_ok=True)
         file.touch(exist_ok=False)
-    write_whole(file, json.dumps(about, indent=1) + "\n")
+    write_whole(file, json.dumps(about, indent=1, default=str) + "\n")  # of a Path, say
 
 
-def read_args(folder: Path) -> dict:
+def read_args(folder):
     """What args.json says. Raises UserError if it cannot be read."""
     file = folder / "args.json"
     try:
@@ -289,7 +290,7 @@ def read_args(folder: Path) -> dict:
         raise RunError(f"{file} cannot be read ({first_line(e)}): {ANEW}") from e
 
 
-def refuse_others(folder: Path | str, saved: dict, flags: dict):
+def refuse_others(folder, saved, flags):
     """Raises UserError if what is in this folder was run with other flags, or with other code.
 
     A run may become longer or shorter, by --rounds or by UEFL's --iterations.
@@ -299,35 +300,34 @@ def refuse_others(folder: Path | str, saved: dict, flags: dict):
         may_change |= {"rounds", "method_rounds"}
     saved, flags = ({**found, **found.get("code", {}), "code": {}} for found in (saved, flags))
     names = saved.keys() & flags.keys() - may_change
-    if names := sorted(name for name in names if saved[name] != flags[name]):
+    if names := sorted(name for name in names if str(saved[name]) != str(flags[name])):
         raise UserError(
             f"{folder} differs in {few(names)}: take what is in its args.json, or start a new run"
         )
 
 
-def check_free(folder: Path):
+def check_free(folder):
     """Raises UserError if this folder holds something, so that no run overwrites another one."""
     if folder.is_file() or any(folder.glob("*")):
         raise UserError(f"{folder} is taken: choose another --out, or continue a run by --resume")
 
 
-def _csv(lines: Iterable) -> str:
+def _csv(lines):
     """These lines as CSV."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(lines)
     return text.getvalue()
 
 
-def _plain(value, column: str) -> float | list:
-    """A tensor, an array or a list as numbers that CSV and a checkpoint can hold."""
+def _plain(value):
+    """A tensor, an array or a list as numbers that CSV and a checkpoint can hold, or None."""
     with suppress(ValueError):  # of lists whose lengths differ
         found = np.asarray(value.tolist() if isinstance(value, Tensor) else value)
         if found.dtype.kind in "biuf":
             return (found + 0).tolist()  # of bools, too, where True becomes 1
-    raise UserError(f"{column} is no number and no list of numbers, but a {type(value).__name__}")
 
 
-def _cell(value: float | list) -> str:
+def _cell(value):
     """A value as it stands in metrics.csv: numbers have six digits, lists have spaces inside."""
     if isinstance(value, list):
         return " ".join(map(_cell, value))

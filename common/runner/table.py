@@ -5,8 +5,6 @@ compared with the last one, run by run with the same seed and test domain. A run
 .images and .machine.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-
 import numpy as np
 from scipy.special import stdtrit  # scipy.stats would take half a second to import
 
@@ -21,12 +19,12 @@ MAY_DIFFER = {  # flags that say which run of its row this is, or that move no n
 }  # fmt: skip
 
 
-def which(run) -> tuple:
+def which(run):
     """Which run of its row this is: its seed and its test domain."""
     return run.args.seed, run.args.test_domain
 
 
-def settings(run, but: Iterable = ()) -> dict:
+def settings(run, but=()):
     """The flags and the images that all runs of a row share, but for these."""
     found = dict(vars(run.args))
     # A baseline has as many rounds as its method came to, which can depend on the seed
@@ -36,7 +34,7 @@ def settings(run, but: Iterable = ()) -> dict:
     return {flag: found[flag] for flag in found if flag not in {*MAY_DIFFER, *but}}
 
 
-def differing(of_names: Mapping) -> str:
+def differing(of_names):
     """Which settings differ, and who has which: "lr 0.1 (a, b), 0.5 (c); momentum ...", or "".
 
     of_names  name -> settings; who lacks a setting has nothing to differ in
@@ -55,7 +53,7 @@ def differing(of_names: Mapping) -> str:
     return "; ".join(texts)
 
 
-def unlike(rows: Mapping) -> str:
+def unlike(rows):
     """What rows do not share: settings, and run by run what they ran on and how long."""
     own = ["name", "method", "rounds", "images"]  # the last two run by run, below
     texts = [differing({label: settings(runs[0], own) for label, runs in rows.items()})]
@@ -71,7 +69,7 @@ def unlike(rows: Mapping) -> str:
     return "; ".join(dict.fromkeys(filter(None, texts)))
 
 
-def score(run, column: str) -> float:
+def score(run, column):
     """A run's number in the table: see measures.Measure. nan if nothing was measured."""
     found = [row[column] for row in run.rows if column in row]
     kind = measure_of(column).table
@@ -80,26 +78,26 @@ def score(run, column: str) -> float:
     return (100 if in_percent(column) else 1) * float(np.mean(found)) if found else np.nan
 
 
-def interval(differences: np.ndarray) -> tuple:
+def interval(differences):
     """The mean of paired differences [n], n > 1, and its 95 % interval by Student's t."""
     mean, n = differences.mean(), len(differences)
     half = stdtrit(n - 1, 0.975) * differences.std(ddof=1) / n**0.5
     return mean, mean - half, mean + half
 
 
-def show(value: float, column: str, sign: str = "") -> str:
+def show(value, column, sign=""):
     """A number of this column as text; shares are in percent already."""
     return f"{value:{sign},.{DECIMALS.get(measure_of(column).unit, 3)}f}"
 
 
-def pm(values: np.ndarray, column: str) -> str:
+def pm(values, column):
     """mean ± sample standard deviation of these numbers [n]."""
     if len(values) < 2:
         return "".join(show(value, column) for value in values)
     return f"{show(values.mean(), column)} ± {show(values.std(ddof=1), column)}"
 
 
-def with_interval(differences: np.ndarray, column: str) -> str:
+def with_interval(differences, column):
     """mean (low to high) of differences [n], which is the 95 % interval by Student's t.
 
     What adds up has none, because two rows show their costs better than a difference does.
@@ -112,7 +110,7 @@ def with_interval(differences: np.ndarray, column: str) -> str:
     return f"{mean} ({low} to {high})"
 
 
-def line(name: str, numbers: Mapping, domains: Sequence, text: Callable) -> list:
+def line(name, numbers, domains, text):
     """A line of the table: means over these test domains. A seed counts if it has all of them.
 
     numbers  (seed, test domain) -> a number for each column
@@ -129,7 +127,7 @@ def line(name: str, numbers: Mapping, domains: Sequence, text: Callable) -> list
     return cells
 
 
-def table(rows: Mapping) -> list:
+def table(rows):
     """A header, a line for each row, and one for the difference of each from the last.
 
     Below a line with several test domains, each of these has a line, too. A column that has only a
@@ -154,7 +152,7 @@ def table(rows: Mapping) -> list:
     return list(zip(*columns))
 
 
-def report(rows: Mapping):
+def report(rows):
     """Prints the means of these rows' runs, paired differences, and what the rows do not share."""
     print(
         f"\nMean of each run's last {LAST} evaluations, or of all if fewer; shares are in percent:"

@@ -1,0 +1,107 @@
+"""Sees what a changed line keeps where a run does not look for it.
+
+A resumed run begins without such a variable, and each process has its own. So its name is said on
+stderr. An import inside a function is refused, because no run would record its code.
+"""
+
+import ast
+import inspect
+import pickle
+from contextlib import suppress
+from io import BytesIO
+from textwrap import dedent
+from types import FunctionType
+
+import numpy as np
+import torch
+
+from common import UserError
+from common.folders import few, say_once
+from common.runner import flags
+
+OF_MODEL = "_modules", "_parameters", "_buffers", "training", "forward"  # of each nn.Module
+
+
+class Watch:
+    """The variables of a run, as they were when it began.
+
+    modules  what the program had imported by then, by name
+    folder   the imports from this folder are the user's
+    model    its parts of the user's own classes may keep something, too
+    """
+
+    def __init__(self, modules, folder, model, clients):
+        self.modules, self.folder, self.model, self.first = modules, folder, model, {}
+        self.places = {name: modules[name] for name in modules if "common" not in name}
+        self.places["clients"] = clients
+
+    def look(self, rounds, state):
+        """Says what has changed since the first look. Raises UserError for a late import.
+
+        rounds  what federate() has returned
+        state   what it has yielded in this round, or None while clients train
+        """
+        late = [
+            name
+            for name, module in flags.own_modules().items()
+            if name not in self.modules and module.__file__.startswith(self.folder)
+        ]
+        if late:
+            raise UserError(
+                f"{few(late)} is imported in a function, where a run does not see its code: import "
+                "it at the top of the file"
+            )
+        now = self.kept_aside(rounds, state)
+        changed = [name for name in now if now[name] != self.first.setdefault(name, now[name])]
+        if changed:
+            say_once(
+                f"\n{few(changed)} changes, but is not in the state that federate() yields: a "
+                "resumed run lacks it, and each process has its own"
+            )
+
+    def kept_aside(self, rounds, state):
+        """Hashes of what a method may keep beside the state, by the variable's name.
+
+        These are the variables of modules, clients and parts of the model, functions included, for
+        their attributes; and after a round, those that federate() sets before its loop. Left out
+        are models, whose weights somebody sets, and what cannot be pickled.
+        """
+        kept, found, names = {}, {}, set()
+        for name, part in self.model.named_modules():
+            if type(part).__module__ in self.modules:
+                self.places[f"model.{name}"] = part
+        for place, holder in self.places.items():
+            kept |= {f"{place}.{name}": value for name, value in vars(holder).items()}
+        with suppress(Exception):  # no generator, or no source
+            here, source = rounds.gi_frame.f_locals, inspect.getsource(rounds.gi_code)
+            for statement in ast.parse(dedent(source)).body[0].body:
+                parts = [*ast.walk(statement)]
+                if any(isinstance(part, ast.Yield) for part in parts):
+                    break
+                if not isinstance(statement, ast.For | ast.While | ast.FunctionDef):
+                    targets = [to for part in parts for to in getattr(part, "targets", [])]
+                    names |= {getattr(part, "id", "") for to in targets for part in ast.walk(to)}
+            tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            yielded = {*state, *map(id, tensors)}
+            for name in names & here.keys():
+                if name not in yielded and id(here[name]) not in yielded:
+                    kept[f"{name} of federate()"] = here[name]
+        for name, value in kept.items():
+            with suppress(Exception):
+                weights = isinstance(value, torch.nn.Module | torch.nn.Parameter)
+                if not weights and ".__" not in name and not name.endswith(OF_MODEL):
+                    Contents(text := BytesIO()).dump(value)
+                    found[name] = hash(text.getvalue())
+        return found
+
+
+class Contents(pickle.Pickler):
+    """Writes what a function keeps, too, where pickle writes its name, or refuses a lambda."""
+
+    def reducer_override(self, value):
+        if isinstance(value, torch.Tensor):
+            return np.array, (value.detach().cpu().numpy(),)  # faster
+        if not isinstance(value, FunctionType):
+            return NotImplemented
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return tuple, ([value.__qualname__, value.__defaults__, vars(value), cells],)
