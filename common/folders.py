@@ -13,14 +13,11 @@ import re
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from torch import Tensor
 from tqdm.contrib.concurrent import thread_map
 
 from common import UserError, first_line, random_at, ranks
@@ -43,7 +40,7 @@ ANNOTATION = (
 )
 
 
-def image_folder(folder: Path, image_size: int) -> dict:
+def image_folder(folder, image_size):
     """The images in a folder, scaled to image_size x image_size.
 
     It says on stderr what it understood. Raises UserError for a layout that is none of the three,
@@ -84,7 +81,7 @@ def image_folder(folder: Path, image_size: int) -> dict:
     }  # fmt: skip
 
 
-def find_files(folder: Path, depth: int = 0) -> list:
+def find_files(folder, depth=0):
     """The files in a folder and in all folders inside it, sorted, without JUNK.
 
     Raises UserError if a folder has no images, and for names of annotations and links to nothing.
@@ -97,7 +94,7 @@ def find_files(folder: Path, depth: int = 0) -> list:
     for path in paths:
         if path.is_dir():
             files += find_files(path, depth + 1)
-        elif path.is_file():
+        elif path.is_file() or (path.suffix and not is_image(path)):
             files.append(path)
         else:
             raise UserError(f"{path} is no file, but a link to nothing, say: remove it")
@@ -106,35 +103,33 @@ def find_files(folder: Path, depth: int = 0) -> list:
     return files
 
 
-def is_image(path: Path) -> bool:
+def is_image(path):
     return path.suffix.lower() in ENDINGS.split()
 
 
-def refuse_annotations(paths: Sequence):
+def refuse_annotations(paths):
     """Raises UserError if one of these paths in a folder has the name of an annotation.
 
     So has a folder that is called masks or images, x_mask.png or GT-x.png beside x.png, and every
     x.png if all of them stand beside an x.jpg.
     """
     # Each name in small letters, with spaces between its words
-    names = [
-        re.sub(r"[\W_]+|(?<=[a-z\d])(?=[A-Z])", " ", path.stem).lower().strip() for path in paths
-    ]
+    names = [re.sub(r"[\W_]+|(?<=[a-z\d])(?=[A-Z])", " ", path.stem).lower() for path in paths]
     subjects = [" ".join(re.sub(f"{PICTURE}|{ANNOTATION}", "", n).split()) for n in names]
     count, known = Counter(subjects), {*names}
-    are_pairs = 2 * len(known) <= len(names)
+    are_pairs, stripped = 2 * len(known) <= len(names), {*map(str.strip, names)}
     for path, name, subject in zip(paths, names, subjects):
         is_second = count[subject] > 1 and (are_pairs or re.search(ANNOTATION, name))
         original = re.sub(rf" {ANNOTATION} ?\d+$", "", name)  # case 1, of case 1 mask 2
-        is_mark = path.is_dir() and name and not subject
-        if is_second or is_mark or (name != original and original in known):
+        is_mark = path.is_dir() and name.strip() and not subject
+        if is_second or is_mark or (name != original and original.strip() in stripped):
             raise UserError(
                 f"{path} has the name of an annotation, not of a class or a picture: take it away, "
                 "rename it, move its images up, or give the folder itself if it holds the classes"
             )
 
 
-def understand(folder: Path, images: Sequence) -> list:
+def understand(folder, images):
     """The part, the class and the path of each image. Raises UserError for another layout."""
     rows, homes = [], {}
     for image in images:
@@ -173,7 +168,7 @@ def understand(folder: Path, images: Sequence) -> list:
     return [(new[part_of[top]], *more) for top, *more in rows if part_of[top] in new]
 
 
-def with_a_fifth_for_testing(rows: Sequence) -> list:
+def with_a_fifth_for_testing(rows):
     """Draws a fifth of each class for testing, or at least one image, and always the same."""
     rng, drawn, classes = random_at(0, "test"), [], {}
     for row in sorted(rows):
@@ -185,12 +180,12 @@ def with_a_fifth_for_testing(rows: Sequence) -> list:
     return drawn
 
 
-def few(names: Sequence) -> str:
+def few(names):
     """The first of these names, for a message."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-def say(text: str):
+def say(text):
     if not ranks.LOCAL_RANK:
         print(text, file=sys.stderr)
 
@@ -198,7 +193,7 @@ def say(text: str):
 say_once = lru_cache(say)
 
 
-def decode(files: Sequence, image_size: int) -> Tensor:
+def decode(files, image_size):
     """The images as uint8 [N, 3, image_size, image_size], decoded in parallel.
 
     Raises UserError, which names the first images that cannot be read.
@@ -221,7 +216,7 @@ def decode(files: Sequence, image_size: int) -> Tensor:
     return x
 
 
-def pixels(file: str | Path, image_size: int) -> Tensor:
+def pixels(file, image_size):
     """The image as a person sees it, uint8 [3, image_size, image_size].
 
     Raises ValueError for a kind that is refused, and Pillow's errors for a damaged file.

@@ -65,8 +65,7 @@ def start(work: Callable, count: int):
     if threading.active_count() > 1:
         raise UserError("threads would be lost in the forked processes: start them in federate()")
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    others = multiprocessing.active_children()
-    with tempfile.TemporaryDirectory(dir=MEETING and Path(MEETING).parent) as name:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
             arguments = (work, count, folder)
@@ -82,7 +81,7 @@ def start(work: Callable, count: int):
                 "fewer --processes"
             ) from e
         finally:
-            for process in {*multiprocessing.active_children()} - {*others}:
+            for process in multiprocessing.active_children():
                 process.kill()
                 process.join()
 
@@ -95,13 +94,14 @@ def _rank(rank, work, count, folder):
         signal.signal(ends, signal.SIG_DFL)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if count == 1 and os.isatty(0):
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115  (for breakpoint, in a check, too)
+        sys.stdin = open(0)  # noqa: SIM115  (for breakpoint)
     try:
         connect()
         (folder / f"result{rank}").write_bytes(pickle.dumps(work()))
         disconnect()
-        for process in multiprocessing.active_children():  # of a pool that nobody has closed
-            process.kill()
+        for process in multiprocessing.active_children():
+            if not process.daemon:  # of a pool that nobody has closed
+                process.kill()
     except (UserError, OSError) as e:
         (folder / f"error{rank}").write_bytes(pickle.dumps(e))
         sys.exit(1)

@@ -5,9 +5,9 @@ which order and in which precision it runs. A model travels as one vector theta 
 in their order, then its floating-point buffers (the statistics of batch norm).
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 
 import torch
 import torch.nn as nn
@@ -73,7 +73,7 @@ def get_weights(model: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def set_weights(model: nn.Module, theta: Tensor) -> None:
+def set_weights(model: nn.Module, theta: Tensor):
     """Writes theta [P] into the model."""
     for name, buffer in model.named_buffers():
         if name.endswith("num_batches_tracked"):  # of batch norm: unused, and not in theta
@@ -140,13 +140,13 @@ class Trainer:
         self.evaluate_every, self.rounds, self.progress = evaluate_every, rounds, progress
         self.initial = get_weights(self.model)
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        self.samples, self.megabytes, self.t = 0, 0.0, 0
+        self.samples, self.megabytes, self.t, self.walked = 0, 0.0, 0, 0
         # Autocast for the forward pass alone, because FedIIR computes gradients inside of its loss
-        # (copy a model before this: a copy made later would compute with the weights of this one)
         for part in {self.model, getattr(model, "features", model)}:
             vars(part).pop("forward", None)  # of another trainer
             if precision == "bfloat16":
-                part.forward = torch.autocast(self.device.type, torch.bfloat16)(part.forward)
+                forward = torch.autocast(self.device.type, torch.bfloat16)(type(part).forward)
+                part.forward = MethodType(forward, part)  # a copy of the model has its own
         most = 5_000_000 // data.x[0, 0].numel()  # by pixels: 99 images of 224 x 224
         # The batch size of the evaluation
         self.chunk = max(1, min(most, 1000 if self.device.type == "cuda" else 250))
@@ -188,10 +188,10 @@ class Trainer:
             raise UserError(f"round {t} selects {selected.tolist()}: only 0 to {m - 1} participate")
         sizes = [len(self.clients.train[k]) for k in selected]
         mine = self._mine(theta, selected, sizes)  # the other processes train the other clients
-        uploads = theta.new_zeros(len(selected), len(theta) + 1)  # weights and loss
+        uploads = theta.new_zeros(len(selected), len(theta) + 2)  # weights, loss and samples
 
         def train_one(i):
-            k = int(selected[i])
+            k, self.walked = int(selected[i]), 0  # so many samples were in its batches
             set_weights(self.model, theta)
             self.model.train()
             batches, optimizer = Batches(self._batches(k, t)), self._optimizer()
@@ -207,33 +207,29 @@ class Trainer:
                 ) from e
             if loss is None:
                 raise UserError("client_update returns nothing: return the mean loss, a number")
+            uploads[i, -1] = self.walked
             return torch.cat([get_weights(self.model), torch.as_tensor(loss).view(1).to(theta)])
 
         for i in mine:
-            uploads[i] = train_one(i)
+            uploads[i, :-1] = train_one(i)
             self.progress(t, 1 / len(mine))
         ranks.add_up(uploads)
-        if any(torch.equal(upload[:-1], theta) for upload in uploads):
+        if any(torch.equal(upload[:-2], theta) for upload in uploads):
             say_once("\na client has learned nothing: its weights are those that it got")
-        self.count(selected, self.local.epochs, 2 * len(theta) if sent is None else 2 * sent)
+        self.count(selected, 0, 2 * len(theta) if sent is None else 2 * sent)
+        self.samples += int(uploads[:, -1].double().sum())
         finite = torch.isfinite(uploads.sum(1)).tolist()
         if not all(finite):
             k = int(selected[finite.index(False)])
             raise RunError(f"client {k} diverged in round {t}: {ADVICE}")
         if self.device.type == "cpu" and sizes and (not t & (t - 1) or t == self.rounds):
-
-            def repeats():
-                return torch.equal(train_one(0), uploads[0])
-
-            # In a copy of this process if no thread would be lost, so that no counter moves
-            can_fork = ranks.may_fork and len(os.listdir("/proc/self/task")) == 1
-            same = ranks.start(repeats, 1) if can_fork else repeats()
-            if not all(ranks.exchange(same)):
+            again = train_one(0)
+            if not all(ranks.exchange(torch.equal(again, uploads[0, :-1]))):
                 raise UserError(
                     f"client {selected[0]} ends with other weights if it trains again: give it "
                     "as arguments what it keeps, such as a counter, and use no clock"
                 )
-        return uploads[:, :-1], uploads[:, -1]
+        return uploads[:, :-2], uploads[:, -2]
 
     def map(
         self,
@@ -291,7 +287,7 @@ class Trainer:
                 raise UserError(f"{name} has {len(values)} values: per_client takes them by id")
         return {name: values[k] for name, values in per_client.items()}
 
-    def count(self, ids: Tensor, passes: float = 0, numbers: float | Tensor = 0) -> None:
+    def count(self, ids: Tensor, passes: float = 0, numbers: float | Tensor = 0):
         """Adds to the cost what these clients did, int64 [K].
 
         passes   over a client's training samples
@@ -320,6 +316,7 @@ class Trainer:
         orders = torch.stack([shuffled(samples, rng) for _ in range(epochs)])
         for order in orders.to(self.device):  # all epochs in one copy
             for positions in order.split(self.local.batch_size):
+                self.walked += len(positions)
                 yield self.batch(positions)
 
     def is_due(self, t: int) -> bool:
@@ -412,5 +409,8 @@ def accuracy(confusion: Tensor) -> Tensor:
 def finite(results: Tensor) -> Tensor:
     """The same results. Raises RunError if one is not finite."""
     if not results.isfinite().all():
-        raise RunError(f"training diverged, the model's results are not finite: {ADVICE}")
+        raise RunError(
+            f"training diverged, the model's results are not finite: {ADVICE}, or return 0, not "
+            "NaN, for what a client lacks"
+        )
     return results

@@ -308,7 +308,6 @@ def test_only_torchrun_sets_the_rank(monkeypatch, missing, expected):
     assert (started["RANK"], started["COUNT"]) == expected
 
 
-def test_as_many_are_forked_as_there_are_clients_and_none_where_it_is_not_safe(monkeypatch):
-    assert ranks.how_many(None, "cpu", 9) == 0
+def test_as_many_are_forked_as_there_are_clients_and_none_with_one_gpu(monkeypatch):
     monkeypatch.setattr(ranks, "may_fork", True)
     assert ranks.how_many(9, "cpu", 3) == 3 and ranks.how_many(9, "cuda:0", 3) == 0

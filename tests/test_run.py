@@ -321,18 +321,15 @@ def test_threads_that_a_fork_would_lose_are_refused(start, launched):
     assert code == 2 and "threads would be lost" in line
 
 
-def test_what_a_program_keeps_goes_neither_from_run_to_run_nor_through_a_check(
-    start, launched, monkeypatch
-):
-    """A client that a check trains again is counted once, as in a program without checks."""
-    evaluate, optimizer, trained = Trainer.evaluate, Trainer._optimizer, []
-    counted = lambda *given: evaluate(*given) | {"count": len(trained)}  # noqa: E731
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_is_kept_outside_federate_does_not_go_from_run_to_run(start, launched, monkeypatch, n):
+    evaluate, count = Trainer.evaluate, itertools.count(1).__next__
+    counted = lambda *given: evaluate(*given) | {"count": count()}  # noqa: E731
     monkeypatch.setattr(Trainer, "evaluate", counted)
-    monkeypatch.setattr(Trainer, "_optimizer", lambda self: trained.append(0) or optimizer(self))
-    words = f"{TWELVE} --device cpu --rounds 2 --seed 1 2 --processes 1 --out two"
+    words = f"{TWELVE} --device cpu --rounds 2 --seed 1 2 --processes {n} --out two"
     assert launched(fedavg, words, start)[0] == 0
     found = [read_rows(file.parent) for file in Path().rglob("metrics.csv")]
-    assert [[row["count"] for row in rows] for rows in found] == [["4", "8"]] * 6
+    assert [[row["count"] for row in rows] for rows in found] == [["1", "2"]] * 6
 
 
 def test_a_copy_does_not_go_on_with_other_code(mine, start, refused, tmp_path):

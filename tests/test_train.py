@@ -1,4 +1,5 @@
 import random
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -107,7 +108,6 @@ def test_batches_are_walked_once(trainer):
     sizes = []
 
     def update(model, batches, optimizer):
-        sizes.append(len(next(batches)[1]))
         sizes.extend(len(y) for _, y in batches)
         return sum(len(y) for _, y in batches)
 
@@ -119,16 +119,17 @@ def test_batches_are_walked_once(trainer):
 def test_under_bfloat16_the_forward_pass_alone_rounds(tiny, trainer):
     """Its weights stay in float32, and end near those of a run in float32."""
     exact, backward = trained(trainer)[0] - trainer.initial, []
-    clients, model, local = trainer.clients, trainer.model, trainer.local
-    set_weights(model, trainer.initial)
-    trainer = Trainer(tiny, clients, model, local=local, precision="bfloat16")
+    set_weights(trainer.model, trainer.initial)
+    trainer = Trainer(tiny, trainer.clients, trainer.model, "cpu", trainer.local, 0, "bfloat16")
     rough = trained(trainer)[0] - trainer.initial
     assert rough.dtype == torch.float32 and not torch.equal(exact, rough)
     assert F.cosine_similarity(exact[0], rough[0], dim=0) > 0.98
 
     def update(model, batches, optimizer):
         x, y = next(batches)
-        z, logits = model.features(x), model(x)
+        z, logits, other = model.features(x), model(x), deepcopy(model)
+        set_weights(other, 0 * trainer.initial)
+        assert not other(x).any()  # a copy has weights of its own
         logits.register_hook(lambda _: backward.append(torch.is_autocast_enabled("cpu")))
         loss = F.cross_entropy(logits, y)
         loss.backward()
@@ -136,7 +137,7 @@ def test_under_bfloat16_the_forward_pass_alone_rounds(tiny, trainer):
         return loss.detach()
 
     trained(trainer, t=3, update=update)  # in round 2 a client would train again, for the check
-    assert backward == [False]
+    assert backward == [False] and trainer.samples == 96  # 80, and one batch
 
 
 # ------------------------------------------------------------------------------- evaluation and map

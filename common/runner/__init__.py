@@ -26,7 +26,6 @@ def launch(main):
     """
     ranks.may_fork = sys.platform == "linux"
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may not be UTF-8
     torch.set_num_threads(1)  # see devices.set_up
     socket.setdefaulttimeout(60)  # for a download that does not answer
     try:

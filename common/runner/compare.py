@@ -1,6 +1,5 @@
 """Runs a method and its baselines, with one seed or several, and says what came out."""
 
-import inspect
 import traceback
 from argparse import Namespace
 from functools import lru_cache, partial
@@ -81,7 +80,9 @@ def run(
             side = changed(args, **own, name=name, compare=False, method_rounds=args.rounds)
             side.out += f"-{name.lower().replace(' ', '-')}"
             sides.append(side)  # its own rounds may be fewer, as many as its method came to
-    modules, folder = flags.own_modules(), str(Path(inspect.getfile(federate)).parent)
+    modules = flags.own_modules()
+    method = modules.get(args.method, modules.get("__main__"))
+    folder = f"{Path(getattr(method, '__file__', 'here')).resolve().parent}/"
     if ranks.LOCAL_RANK:  # the first one may download the data
         ranks.exchange(None)
     dataset = data.load(args.dataset, args.data_dir, args.image_size)
@@ -114,7 +115,7 @@ def run(
         dataset = data_of(own.seed)
         clients, model = assemble(own, dataset, build)
         run = Run(own, dataset, clients, model, device)
-        if several and own is plans[0][0] and not ranks.RANK:  # Run() may have refused the flags
+        if several and not ranks.RANK:  # after Run(), which may have refused the flags
             write_args(Path(args.out), {"flags": {**vars(args), "precision": own.precision}}, True)
         watch = Watch(modules, folder, model, clients)
         look_once = lru_cache(lambda t: watch.look(rounds, None))

@@ -300,7 +300,8 @@ def refuse_others(folder, saved, flags):
         may_change |= {"rounds", "method_rounds"}
     saved, flags = ({**found, **found.get("code", {}), "code": {}} for found in (saved, flags))
     names = saved.keys() & flags.keys() - may_change
-    if names := sorted(name for name in names if str(saved[name]) != str(flags[name])):
+    pairs = {name: (saved[name], flags[name]) for name in names}
+    if names := sorted(name for name, (a, b) in pairs.items() if a != b and str(a) != str(b)):
         raise UserError(
             f"{folder} differs in {few(names)}: take what is in its args.json, or start a new run"
         )

@@ -56,15 +56,16 @@ class Watch:
         if changed:
             say_once(
                 f"\n{few(changed)} changes, but is not in the state that federate() yields: a "
-                "resumed run lacks it, and each process has its own"
+                "resumed run lacks it, each process has its own, and a check repeats a client"
             )
 
     def kept_aside(self, rounds, state):
         """Hashes of what a method may keep beside the state, by the variable's name.
 
         These are the variables of modules, clients and parts of the model, functions included, for
-        their attributes; and after a round, those that federate() sets before its loop. Left out
-        are models, whose weights somebody sets, and what cannot be pickled.
+        their attributes; and after a round, those that federate() sets before its loop. Of a
+        model, whose weights somebody sets, only another one counts. What cannot be pickled is left
+        out.
         """
         kept, found, names = {}, {}, set()
         for name, part in self.model.named_modules():
@@ -80,16 +81,16 @@ class Watch:
                     break
                 if not isinstance(statement, ast.For | ast.While | ast.FunctionDef):
                     targets = [to for part in parts for to in getattr(part, "targets", [])]
-                    names |= {getattr(part, "id", "") for to in targets for part in ast.walk(to)}
-            tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-            yielded = {*state, *map(id, tensors)}
+                for part in (part for to in targets for part in ast.walk(to)):
+                    if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                        names.add(part.id)
+            yielded = {*state, *(id(value) for value in state.values() if type(value) is not int)}
             for name in names & here.keys():
                 if name not in yielded and id(here[name]) not in yielded:
                     kept[f"{name} of federate()"] = here[name]
         for name, value in kept.items():
             with suppress(Exception):
-                weights = isinstance(value, torch.nn.Module | torch.nn.Parameter)
-                if not weights and ".__" not in name and not name.endswith(OF_MODEL):
+                if ".__" not in name and not name.endswith(OF_MODEL):
                     Contents(text := BytesIO()).dump(value)
                     found[name] = hash(text.getvalue())
         return found
@@ -99,6 +100,8 @@ class Contents(pickle.Pickler):
     """Writes what a function keeps, too, where pickle writes its name, or refuses a lambda."""
 
     def reducer_override(self, value):
+        if isinstance(value, torch.nn.Module | torch.nn.Parameter):
+            return id, (id(value),)
         if isinstance(value, torch.Tensor):
             return np.array, (value.detach().cpu().numpy(),)  # faster
         if not isinstance(value, FunctionType):
