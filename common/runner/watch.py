@@ -81,9 +81,9 @@ class Watch:
                     break
                 if not isinstance(statement, ast.For | ast.While | ast.FunctionDef):
                     targets = [to for part in parts for to in getattr(part, "targets", [])]
-                for part in (part for to in targets for part in ast.walk(to)):
-                    if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                        names.add(part.id)
+                    for part in (part for to in targets for part in ast.walk(to)):
+                        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                            names.add(part.id)
             yielded = {*state, *(id(value) for value in state.values() if type(value) is not int)}
             for name in names & here.keys():
                 if name not in yielded and id(here[name]) not in yielded:
