@@ -169,7 +169,7 @@ def agree(facts: dict, when: str, advice: str):
         raise UserError(f"{when}the processes differ in their {' and '.join(names)}: {advice}")
 
 
-def share_out(sizes: Sequence) -> list:
+def share_out(sizes: Sequence):
     """Divides pieces of work of these sizes among the ranks. Returns the indices of this rank's.
 
     The largest piece goes first, and each goes to the rank with the least work, or the first of

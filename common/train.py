@@ -191,7 +191,8 @@ class Trainer:
         uploads = theta.new_zeros(len(selected), len(theta) + 2)  # weights, loss and samples
 
         def train_one(i):
-            k, self.walked = int(selected[i]), 0  # so many samples were in its batches
+            k = int(selected[i])
+            self.walked = 0  # how many samples its batches have had
             set_weights(self.model, theta)
             self.model.train()
             batches, optimizer = Batches(self._batches(k, t)), self._optimizer()

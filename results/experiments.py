@@ -58,9 +58,9 @@ def lines(out, label, seed, columns):
     for row in read_csv(out / "metrics.csv"):
         selected = row["selected"].split()
         so_far.update(selected)
-        row |= {"clients": str(len(selected)), "clients_so_far": str(len(so_far))}
         if any(row.get(column) for column in columns[5:]):  # beside the round
-            found.append(row)
+            counts = {"clients": str(len(selected)), "clients_so_far": str(len(so_far))}
+            found.append(row | counts)
     torch = re.search(r"torch ([^,]*)", about["machine"])[1]
     code = about["flags"]["code"].get(f"{about['flags']['method']}.py", "")
     found[0] |= {"experiment": label, "seed": seed, "code": code, "torch": torch}

@@ -364,13 +364,13 @@ def finished(folder, seed):
                 }
             )
         )
-        (out / "metrics.csv").write_text("round,mA,selected\n1,0.5,4 2\n2,,2 3\n")
+        (out / "metrics.csv").write_text("round,mA,selected\n1,0.5,4 2\n2,,2 3\n3,0.6,4\n")
 
 
 def test_finished_runs_are_recorded_once(book, tmp_path):
     finished(tmp_path, "0")
     finished(tmp_path, "05")  # another seed, whose name begins alike
-    lines = [f"x/good{name},0,abcdefg,2.14,1,0.5,2\n,,,,2,,3\n" for name in ("", "-random")]
+    lines = [f"x/good{name},0,abcdefg,2.14,1,0.5,2\n,,,,3,0.6,3\n" for name in ("", "-random")]
     for _ in range(2):
         assert experiments.record(tmp_path, "x/good", "0")
         assert book.read_text() == HEADER + "".join(lines)
@@ -399,7 +399,7 @@ def test_a_recorded_row_runs_again_and_says_whether_it_repeats(
         finished(folder, job[1])
         return job
 
-    book.write_text(f"{HEADER}x/good,0,abcdefg,2.14,1,{recorded},2\n,,,,2,,3\n")
+    book.write_text(f"{HEADER}x/good,0,abcdefg,2.14,1,{recorded},2\n,,,,3,0.6,3\n")
     monkeypatch.setattr(experiments, "run", run)
     monkeypatch.setattr(sys, "argv", ["experiments", "--check", "x/good/0"])
     with pytest.raises(SystemExit) as end:

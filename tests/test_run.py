@@ -589,7 +589,7 @@ def test_variables_that_change_beside_the_state_are_named(start, monkeypatch, ca
     start(fedavg, CUTS[fedavg] + "--no-compare")
     names = re.findall(r"(.*) changes, but", capsys.readouterr().err)
     assert {*", ".join(names).split(", ")} == {
-        *["test_run.SEEN_BY_MODULE", "clients.groups", "model..of_part"],
+        *["test_run.SEEN_BY_MODULE", "clients.groups", "trainer.model.of_part"],
         "best of federate()",
         "seen of federate()",
     }

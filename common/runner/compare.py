@@ -81,6 +81,7 @@ def run(
             side.out += f"-{name.lower().replace(' ', '-')}"
             sides.append(side)  # its own rounds may be fewer, as many as its method came to
     modules = flags.own_modules()
+    # The method's folder, or where Python was started
     method = modules.get(args.method, modules.get("__main__"))
     folder = f"{Path(getattr(method, '__file__', 'here')).resolve().parent}/"
     if ranks.LOCAL_RANK:  # the first one may download the data

@@ -300,6 +300,7 @@ def refuse_others(folder, saved, flags):
         may_change |= {"rounds", "method_rounds"}
     saved, flags = ({**found, **found.get("code", {}), "code": {}} for found in (saved, flags))
     names = saved.keys() & flags.keys() - may_change
+    # A Path is text in args.json, and [0] is [0.0]
     pairs = {name: (saved[name], flags[name]) for name in names}
     if names := sorted(name for name, (a, b) in pairs.items() if a != b and str(a) != str(b)):
         raise UserError(

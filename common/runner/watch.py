@@ -41,16 +41,17 @@ class Watch:
         rounds  what federate() has returned
         state   what it has yielded in this round, or None while clients train
         """
-        late = [
-            name
-            for name, module in flags.own_modules().items()
-            if name not in self.modules and module.__file__.startswith(self.folder)
-        ]
-        if late:
-            raise UserError(
-                f"{few(late)} is imported in a function, where a run does not see its code: import "
-                "it at the top of the file"
-            )
+        if state:
+            late = [
+                name
+                for name, module in flags.own_modules().items()
+                if name not in self.modules and module.__file__.startswith(self.folder)
+            ]
+            if late:
+                raise UserError(
+                    f"{few(late)} is imported in a function, where a run does not see its code: "
+                    "import it at the top of the file"
+                )
         now = self.kept_aside(rounds, state)
         changed = [name for name in now if now[name] != self.first.setdefault(name, now[name])]
         if changed:
@@ -68,9 +69,9 @@ class Watch:
         out.
         """
         kept, found, names = {}, {}, set()
-        for name, part in self.model.named_modules():
+        for name, part in self.model.named_modules(prefix="trainer.model"):
             if type(part).__module__ in self.modules:
-                self.places[f"model.{name}"] = part
+                self.places[name] = part
         for place, holder in self.places.items():
             kept |= {f"{place}.{name}": value for name, value in vars(holder).items()}
         with suppress(Exception):  # no generator, or no source
