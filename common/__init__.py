@@ -19,12 +19,12 @@ class RunError(UserError):
     """One run cannot go on: it diverged, or its files are damaged. Runs with other seeds can."""
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error):
     """One line for an error of another library: its class and the first line of its message."""
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
 
 
-def random_at(seed: int, purpose: str, *where: int) -> np.random.Generator:
+def random_at(seed, purpose, *where):
     """The random generator of (seed, purpose, *where); `where` is a round, a client and so on.
 
     Every random draw of a run depends only on such an address, never on global state. So a client's

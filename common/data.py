@@ -8,7 +8,6 @@ ten thousand clients need ten thousand small tensors, but no copy of an image.
 """
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -55,7 +54,7 @@ class Dataset:
     extra: dict = field(default_factory=dict)
     source: int | None = None
 
-    def fingerprint(self) -> int:
+    def fingerprint(self):
         """A number that changes if a sample, a label, a domain or a name changes."""
         crc = zlib.crc32(repr((self.classes, self.domains)).encode())
         for part in (self.x, self.y, self.train, self.domain):
@@ -64,7 +63,7 @@ class Dataset:
         return crc
 
 
-def load(name: str, root: str | Path = "data", image_size: int = 96) -> Dataset:
+def load(name, root="data", image_size=96):
     """The data set with this name, or the one in the folder at this path.
 
     root        folder of the data sets; downloads go there, too
@@ -96,7 +95,7 @@ def load(name: str, root: str | Path = "data", image_size: int = 96) -> Dataset:
     return data
 
 
-def rotated(data: Dataset, angles: Sequence, seed: int = 0) -> Dataset:
+def rotated(data, angles, seed=0):
     """Divides the images at random into len(angles) equal parts, and rotates each by its angle.
 
     An angle is in degrees, counter-clockwise, and becomes the domain of its images (Guo et al.,

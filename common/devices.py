@@ -9,7 +9,7 @@ import torch
 from common import UserError, first_line, models, random_at, ranks
 
 
-def set_up(device: str, precision: str, model: str) -> tuple:
+def set_up(device, precision, model):
     """The device and the precision that these names, or `auto`, mean here.
 
     Sets what holds for the whole program, too: one thread if launch() runs it, each rank's GPU, and
@@ -54,7 +54,7 @@ def _device(name):
     return device
 
 
-def seed_all(seed: int, purpose: str, *where: int):
+def seed_all(seed, purpose, *where):
     """Starts the global generators of random, numpy and torch at this address (see random_at).
 
     Nothing in this project draws from the first two, but a line that somebody adds may do so.
@@ -66,7 +66,7 @@ def seed_all(seed: int, purpose: str, *where: int):
 
 
 @contextmanager
-def seeded(device: torch.device, seed: int, purpose: str, *where: int):
+def seeded(device, seed, purpose, *where):
     """Inside, the global generators start at this address, and afterwards they go on as before."""
     of_random, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

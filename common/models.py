@@ -12,7 +12,6 @@ from textwrap import shorten
 
 import torch
 import torch.nn as nn
-from torch import Tensor
 
 from common import UserError, first_line
 
@@ -31,23 +30,15 @@ class Classifier(nn.Module):
     dim  d, if it is known
     """
 
-    def __init__(self, features: nn.Module, classifier: nn.Module, dim: int | None = None):
+    def __init__(self, features, classifier, dim=None):
         super().__init__()
         self.features, self.classifier, self.dim = features, classifier, dim
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.classifier(self.features(x)).float()  # under autocast, too, for the loss
 
 
-def build(
-    name: str,
-    shape: tuple,
-    classes: int,
-    width: float = 1.0,
-    dropout: float = 0.0,
-    pretrained: str = "",
-    pooled: bool = True,
-) -> Classifier:
+def build(name, shape, classes, width=1.0, dropout=0.0, pretrained="", pooled=True):
     """The model called `name` for images of `shape` (channels, height, width).
 
     width       multiplies the channels of the models defined here (not of torchvision's), rounded
@@ -129,14 +120,14 @@ def _own(name, channels):
 class GroupNorm(nn.GroupNorm):
     """Group norm in float32, as autocast does it on a GPU. On a CPU, bfloat16 would be slower."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x.float())
 
 
 class FrozenBatchNorm2d(nn.BatchNorm2d):
     """Batch norm that uses its stored statistics in training, too. It learns scale and shift."""
 
-    def train(self, mode: bool = True):
+    def train(self, mode=True):
         return super().train(False)
 
 

@@ -16,13 +16,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from common import UserError, first_line
@@ -40,7 +38,7 @@ may_fork = False  # only a program from the command line may, on Linux
 _all = None  # the group of all ranks, which wait for each other for days
 
 
-def how_many(processes: int | None, device: str, most: int) -> int:
+def how_many(processes, device, most):
     """How many ranks to fork: `processes`, or one per GPU or core, but at most `most` and GPUs.
 
     0 if this process itself should do the work: one of torchrun's ranks, a notebook, another system
@@ -53,7 +51,7 @@ def how_many(processes: int | None, device: str, most: int) -> int:
     return 0 if gpus and count == 1 else count
 
 
-def start(work: Callable, count: int):
+def start(work, count):
     """Runs work() in `count` ranks on this machine. Returns what it returned in the first one.
 
     The ranks are forked, so they share the memory of what is loaded by now. If one ends early, so
@@ -148,7 +146,7 @@ def disconnect():
         dist.destroy_process_group()
 
 
-def exchange(mine: object) -> list:
+def exchange(mine):
     """What all ranks hand in here, in their order. Says so if one of them takes long."""
     handed_in = [mine] * COUNT
     if COUNT > 1:
@@ -161,7 +159,7 @@ def exchange(mine: object) -> list:
     return handed_in
 
 
-def agree(facts: dict, when: str, advice: str):
+def agree(facts, when, advice):
     """Raises UserError if the ranks differ in these facts, so that they would not fit together."""
     others = exchange(facts)
     names = [name for name in facts if any(other.get(name) != facts[name] for other in others)]
@@ -169,7 +167,7 @@ def agree(facts: dict, when: str, advice: str):
         raise UserError(f"{when}the processes differ in their {' and '.join(names)}: {advice}")
 
 
-def share_out(sizes: Sequence):
+def share_out(sizes):
     """Divides pieces of work of these sizes among the ranks. Returns the indices of this rank's.
 
     The largest piece goes first, and each goes to the rank with the least work, or the first of
@@ -184,7 +182,7 @@ def share_out(sizes: Sequence):
     return mine
 
 
-def gather(results: dict) -> list:
+def gather(results):
     """Results 0, 1, 2 and so on, of which each rank has some: all of them, in this order."""
     if COUNT > 1:
         parts = exchange({i: tuple(t.cpu() for t in result) for i, result in results.items()})
@@ -192,7 +190,7 @@ def gather(results: dict) -> list:
     return [results[i] for i in sorted(results)]
 
 
-def add_up(table: Tensor):
+def add_up(table):
     """Replaces the table by the sum of all ranks' tables. In most, a row holds zeros."""
     if COUNT > 1:
         exchange(None)  # which says so if it takes long

@@ -10,7 +10,6 @@ names, and its folder. All run in copies of the code, with a variation if they h
 
 import argparse
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -61,7 +60,7 @@ def lines(out, label, seed, columns):
         if any(row.get(column) for column in columns[5:]):  # beside the round
             counts = {"clients": str(len(selected)), "clients_so_far": str(len(so_far))}
             found.append(row | counts)
-    torch = re.search(r"torch ([^,]*)", about["machine"])[1]
+    torch = about["machine"]["torch"]
     code = about["flags"]["code"].get(f"{about['flags']['method']}.py", "")
     found[0] |= {"experiment": label, "seed": seed, "code": code, "torch": torch}
     return [{column: row.get(column, "") for column in columns} for row in found]

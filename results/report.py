@@ -43,7 +43,7 @@ def row(folder):
         try:
             run = read(file.parent)
             name = str(file.parent.relative_to(folder))
-            settings[name], machines[name] = table.settings(run), {"machine": run.machine}
+            settings[name], machines[name] = table.settings(run), run.machine
             twin = folders.setdefault(table.which(run), file.parent)
         except Exception as e:  # of a damaged file it can be of any type
             why = f"not finished or damaged ({first_line(e)})"
@@ -55,7 +55,9 @@ def row(folder):
     if different := table.differing(settings):
         raise UserError(f"{folder} is no row, because its runs differ: {different}")
     if different := table.differing(machines):
-        print(f"{folder} has runs of several machines: {different}", file=sys.stderr)
+        print(
+            f"{folder} has runs that differ in more than their seed: {different}", file=sys.stderr
+        )
     return runs
 
 

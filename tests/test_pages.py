@@ -360,7 +360,7 @@ def finished(folder, seed):
             json.dumps(
                 {
                     "flags": {"code": {"fedavg.py": "abcdefg"}, "method": "fedavg"},
-                    "machine": "torch 2.14, cpu",
+                    "machine": {"torch": "2.14"},
                 }
             )
         )

@@ -23,7 +23,7 @@ def make_run(folder, accuracies, seed=0, domain=None, about=(), **flags):
         "code": {"fediir.py": "abc"},
     }
     flags = {**shared, "seed": seed, "test_domain": domain, "out": str(folder), **flags}
-    about = {"flags": flags, "images": 1, "machine": "torch 2.14", **dict(about)}
+    about = {"flags": flags, "images": 1, "machine": {"torch": "2.14"}, **dict(about)}
     (folder / "args.json").write_text(json.dumps(about))
     rows = [f"{t},{x},{1 - x},{5 * x},3 17" for t, x in enumerate(accuracies, start=1)]
     lines = ["round,id_accuracy,ood_accuracy,norm,selected", *rows, ""]
@@ -153,7 +153,7 @@ SHARED = {
         ({"method": "mine", "code": {"mine.py": "x"}, "small": True, "data_dir": "y"}, None),
         ({"gamma": 0, "local_epochs": 1}, "gamma 0 (a), 1 (b)"),
         ({"accuracies": [0.5] * 8}, "rounds 8 (a), 9 (b)"),
-        ({"about": {"machine": "torch 2.15"}}, "machine torch 2.15 (a), torch 2.14 (b)"),
+        ({"about": {"machine": {"torch": "2.15"}}}, "torch 2.15 (a), 2.14 (b)"),
         ({"about": {"images": 2}}, "images 2 (a), 1 (b)"),
         ({"code": {"fediir.py": "x"}}, "code of fediir.py x (a), abc (b)"),
     ],
@@ -163,14 +163,14 @@ def test_what_rows_do_not_share_is_named(tmp_path, printed, changes, says):
 
     The second seed has no partner.
     """
-    second = {"seed": 1, "about": {**changes.get("about", {}), "machine": "torch 2.16"}}
+    second = {"seed": 1, "about": {**changes.get("about", {}), "machine": {"torch": "2.16"}}}
     make_run(tmp_path / "a/0", **{**SHARED, **changes})
     make_run(tmp_path / "a/1", **{**SHARED, **changes, **second})
     make_run(tmp_path / "b", **SHARED)
     found = printed("a", "b")
     *_, last = found.out.splitlines()
     assert last == f"Not the same in all rows: {says}" if says else "Not the same" not in last
-    assert re.search(r"machine torch 2\.1[45] \(0\), torch 2\.16 \(1\)", found.err)
+    assert re.search(r"more than their seed: torch 2\.1[45] \(0\), 2\.16 \(1\)", found.err)
 
 
 def test_rows_with_the_same_model_are_named(tmp_path, printed):

@@ -669,16 +669,21 @@ def test_a_run_does_not_go_on_with_other_flags_or_data(whole, refused, monkeypat
     assert outcome(folder) == before
 
 
-def test_another_machine_is_named_and_the_run_goes_on(start, start_and_stop, whole, capsys):
+def test_another_machine_is_named_and_the_run_goes_on(
+    start, start_and_stop, whole, capsys, monkeypatch
+):
+    """Or another value in the user's module, which it has read from a file."""
     expected = outcome(whole(fedavg))
     start_and_stop(fedavg, CUTS[fedavg] + "--no-compare --out cut", 3, "cut")
     file = Path("cut/args.json")
-    file.write_text(re.sub(r"torch \d+", "torch 1", file.read_text()))
+    file.write_text(re.sub(r'torch": "', "\\g<0>1.", file.read_text()))
     Path("cut/metrics.csv").write_text("round,train_loss\n2,9.9\n")  # its last digits may differ
     capsys.readouterr()
+    monkeypatch.setattr(fedavg, "SMALL", torch.ones(2))
     assert outcome(start(fedavg, "--resume cut")) == expected
-    assert "cut began with Python" in (said := capsys.readouterr().err) and "torch 1." in said
-    assert re.search(r"torch 1\..*, then Python", file.read_text())
+    said = capsys.readouterr().err
+    assert re.search(r"cut began with torch 1\.2.*, fedavg.SMALL \w{7}, so", said)
+    assert re.search(r'"torch": "1\.2.*, then 2(.|\n)*, then \[1.0, 1.0\]"', file.read_text())
 
 
 @pytest.mark.parametrize("file", ["checkpoint.pt", "next.pt"])

@@ -11,8 +11,8 @@ import torch
 
 from common import RunError, UserError, data, devices, models, ranks, splits
 from common.folders import few, say
-from common.runner import flags, plots, table
-from common.runner.runs import Run, check_free, write_args
+from common.runner import plots, table
+from common.runner.runs import Run, check_free, own_modules, write_args
 from common.runner.watch import Watch
 from common.train import LocalTraining, Trainer
 
@@ -49,15 +49,7 @@ def local_training(args):
     return LocalTraining(args.local_epochs, args.batch_size, args.lr, args.optimizer, args.momentum)
 
 
-def run(
-    args,
-    federate,
-    label,
-    baselines,
-    prediction,
-    shows_in,
-    build=build_model,
-):
+def run(args, federate, label, baselines, prediction, shows_in, build=build_model):
     """Runs a method, and then each baseline with as many rounds and other flags.
 
     federate    called as federate(args, clients, trainer, state); yields the state and a row of
@@ -80,7 +72,7 @@ def run(
             side = changed(args, **own, name=name, compare=False, method_rounds=args.rounds)
             side.out += f"-{name.lower().replace(' ', '-')}"
             sides.append(side)  # its own rounds may be fewer, as many as its method came to
-    modules = flags.own_modules()
+    modules = own_modules()
     # The method's folder, or where Python was started
     method = modules.get(args.method, modules.get("__main__"))
     folder = f"{Path(getattr(method, '__file__', 'here')).resolve().parent}/"

@@ -1,9 +1,7 @@
 """What the user types: the flags that all methods share, with defaults by data set."""
 
 import argparse
-import re
 import sys
-import sysconfig
 from argparse import BooleanOptionalAction
 from datetime import datetime
 from functools import cache
@@ -12,7 +10,7 @@ from os.path import isfile, relpath
 from pathlib import Path
 
 from common import UserError, data, models
-from common.runner.runs import MAY_CHANGE, read_args, refuse_others
+from common.runner.runs import MAY_CHANGE, own_modules, read_args, refuse_others
 
 DIVIDED = ["dirichlet", "iid", "shards", "domain", "rare", "specialists"]
 NEEDS = {  # flag -> the values of another flag with which it changes anything
@@ -197,14 +195,6 @@ def parse(
     name = f"{method}-{Path(args.dataset).stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     args.out = str(Path(args.out or f"runs/{name}"))
     return args
-
-
-def own_modules():
-    """The modules that this program has imported, but of what is installed, by name."""
-    installed = rf".*(site|dist)-packages|.*torchinductor|{re.escape(sysconfig.get_path('stdlib'))}"
-    own = re.compile(rf"(?!{installed}).*[/\\].*\.py$")
-    imported = [*sys.modules.values()]
-    return {m.__name__: m for m in imported if own.match(getattr(m, "__file__", None) or "")}
 
 
 @cache  # for as long as the program, which keeps the code that it has imported, too

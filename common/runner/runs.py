@@ -11,9 +11,12 @@ import csv
 import io
 import json
 import os
+import re
 import sys
+import sysconfig
 import time
 from contextlib import suppress
+from hashlib import sha1
 from importlib.metadata import version
 from pathlib import Path
 from pickle import PickleError
@@ -101,13 +104,15 @@ class Run:
         before = read_args(self.folder)
         saved = {**before["flags"], "out": self.args.out, "data": before["data"]}
         refuse_others(self.folder, saved, {**vars(self.args), "data": self.data})
-        here = before["machine"].endswith(self.machine)
-        if not here:
-            say(f"{self.folder} began with {before['machine']}, so its last digits may differ")
-        self.machine = before["machine"] if here else f"{before['machine']}, then {self.machine}"
+        began, now = before["machine"], self.machine
+        others = [name for name in began if began[name].split(", then ")[-1] != now.get(name)]
+        if others:
+            was = few([f"{name} {began[name]}" for name in others])
+            say(f"{self.folder} began with {was}, so its numbers may differ")
+        self.machine |= began | {name: f"{began[name]}, then {now.get(name)}" for name in others}
         with suppress(Exception):  # it is missing or damaged
             lines = csv.DictReader((self.folder / "metrics.csv").read_text("utf-8").splitlines())
-            self.seen |= {int(line["round"]): line for line in lines} if here else {}
+            self.seen |= {} if others else {int(line["round"]): line for line in lines}
         for file in filter(Path.exists, (self.checkpoint, self.next)):
             try:
                 found = torch.load(file, weights_only=True, map_location=device)
@@ -245,13 +250,33 @@ def weights_in(state):
 
 
 def machine_of(device):
-    """What the last digits of a number depend on, beside flags, data and code."""
-    parts = [f"{name} {version(name)}" for name in ("torch", "torchvision", "numpy", "scipy")]
+    """What a number depends on, beside flags, data and code, by name.
+
+    These are versions, the processor, and the plain values of the user's modules, which may be of
+    another file: numbers, text, and lists, dicts, tensors and arrays of them, as a hash if long.
+    """
     chip = torch.backends.cpu.get_cpu_capability()
     chip += f" of {torch.cpu.get_capabilities().get('cpu_name')}"
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)
-    return ", ".join([f"Python {sys.version.split()[0]}", *parts, f"{device.type} {chip}"])
+    found = {"Python": sys.version.split()[0], "device": f"{device.type} {chip}"}
+    found |= {name: version(name) for name in ("torch", "torchvision", "numpy", "scipy")}
+    for place, module in own_modules().items():
+        for name, value in vars(module).items():
+            if "common" not in place and "__" not in name:
+                with suppress(Exception):  # it is something else
+                    text = json.dumps(value, default=lambda value: value.tolist())
+                    text = text if len(text) < 30 else sha1(text.encode()).hexdigest()[:7]
+                    found[f"{Path(module.__file__).stem}.{name}"] = text
+    return found
+
+
+def own_modules():
+    """The modules that this program has imported, but of what is installed, by name."""
+    installed = rf".*(site|dist)-packages|.*torchinductor|{re.escape(sysconfig.get_path('stdlib'))}"
+    own = re.compile(rf"(?!{installed}).*[/\\].*\.py$")
+    imported = [*sys.modules.values()]
+    return {m.__name__: m for m in imported if own.match(getattr(m, "__file__", None) or "")}
 
 
 def write_whole(file, content):

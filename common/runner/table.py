@@ -60,7 +60,7 @@ def unlike(rows):
     *_, last = rows.values()
     for run in last:
         of_labels = {
-            label: {"images": r.images, "machine": r.machine, "rounds": r.rows[-1]["round"]}
+            label: {"images": r.images, **r.machine, "rounds": r.rows[-1]["round"]}
             for label, runs in rows.items()
             for r in runs
             if which(r) == which(run)

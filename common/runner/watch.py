@@ -17,7 +17,7 @@ import torch
 
 from common import UserError
 from common.folders import few, say_once
-from common.runner import flags
+from common.runner.runs import own_modules
 
 OF_MODEL = "_modules", "_parameters", "_buffers", "training", "forward"  # of each nn.Module
 
@@ -44,7 +44,7 @@ class Watch:
         if state:
             late = [
                 name
-                for name, module in flags.own_modules().items()
+                for name, module in own_modules().items()
                 if name not in self.modules and module.__file__.startswith(self.folder)
             ]
             if late:
