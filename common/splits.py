@@ -3,16 +3,13 @@
 Every function's result depends only on its arguments.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.random import Generator
 from torch import Tensor
 
 from common import UserError, random_at
-from common.data import Dataset
 
 MIN_SIZE = 10  # every client has at least this many samples
 MEAN_SIZE = 30  # by default there are so few clients that they have this many on average
@@ -43,22 +40,22 @@ class Clients:
     label_counts: Tensor | None = None
 
     @property
-    def ids(self) -> Tensor:
+    def ids(self):
         """The participating clients, int64 [M]."""
         return torch.arange(self.participating)
 
     @property
-    def sizes(self) -> Tensor:
+    def sizes(self):
         """n_k, the number of training samples of each client, float32 [N]."""
         return torch.tensor([float(len(samples)) for samples in self.train])
 
 
-def shuffled(samples: Tensor, rng: Generator) -> Tensor:
+def shuffled(samples, rng):
     """The same samples in random order."""
     return samples[torch.from_numpy(rng.permutation(len(samples)))]
 
 
-def sample(clients: Tensor, k: int, rng: Generator, sizes: Tensor | None = None) -> Tensor:
+def sample(clients, k, rng, sizes=None):
     """k of these clients at random, in ascending order: int64 [k].
 
     sizes  one per client: their probabilities are proportional to it; by default all are equal
@@ -68,12 +65,12 @@ def sample(clients: Tensor, k: int, rng: Generator, sizes: Tensor | None = None)
     return clients[torch.from_numpy(np.sort(chosen))]
 
 
-def iid(pool: Tensor, clients: int, rng: Generator) -> Parts:
+def iid(pool, clients, rng):
     """Divides the samples at random into equal parts. The sizes differ by at most one."""
     return list(shuffled(pool, rng).tensor_split(clients))
 
 
-def dirichlet(labels: Tensor, clients: int, alpha: float, rng: Generator) -> Parts:
+def dirichlet(labels, clients, alpha, rng):
     """Label skew: each class is divided by its own draw from Dirichlet(alpha, ..., alpha).
 
     A client with fewer than MIN_SIZE samples then gets random samples of the client with the
@@ -94,7 +91,7 @@ def dirichlet(labels: Tensor, clients: int, alpha: float, rng: Generator) -> Par
     return [torch.tensor(samples, dtype=torch.long) for samples in held]
 
 
-def shards(labels: Tensor, clients: int, rng: Generator) -> Parts:
+def shards(labels, clients, rng):
     """Label skew with equal sizes (McMahan et al., section 3): each client has two shards.
 
     The samples, sorted by label, are cut into 2 * clients shards, whose sizes differ by at most
@@ -106,7 +103,7 @@ def shards(labels: Tensor, clients: int, rng: Generator) -> Parts:
     return [torch.cat([pieces[i], pieces[j]]) for i, j in pairs]
 
 
-def by_domain(domain: Tensor, clients: int, rng: Generator) -> Parts:
+def by_domain(domain, clients, rng):
     """Each client holds samples of one domain (Guo et al., Algorithm 2 in section F.1).
 
     Each domain starts with one client. The next client always goes to the domain with the most
@@ -125,7 +122,7 @@ def by_domain(domain: Tensor, clients: int, rng: Generator) -> Parts:
     return parts
 
 
-def by_class(labels: Tensor, partition: str, classes: int, clients: int, rng: Generator) -> Parts:
+def by_class(labels, partition, classes, clients, rng):
     """Two partitions that show one idea at work. Each client holds equally many random samples.
 
     rare         each of the last three classes is held by one client, which holds nothing else
@@ -154,7 +151,7 @@ def by_class(labels: Tensor, partition: str, classes: int, clients: int, rng: Ge
     return [parts[k] for k in range(clients)]
 
 
-def hold_out(clients: Parts, share: float, rng: Generator) -> tuple:
+def hold_out(clients, share, rng):
     """Divides each client's samples at random: this share, but at least one, is for testing.
 
     With the share 0, it is none.
@@ -169,14 +166,14 @@ def hold_out(clients: Parts, share: float, rng: Generator) -> tuple:
     return train, test
 
 
-def label_counts(data: Dataset, clients: Parts) -> Tensor:
+def label_counts(data, clients):
     """How many samples of each class each client holds, float32 [clients, classes]."""
     classes = len(data.classes)
     counts = [torch.bincount(data.y[samples], minlength=classes) for samples in clients]
     return torch.stack(counts).float()
 
 
-def pools(data: Dataset, partition: str, test_domain: str | None) -> tuple:
+def pools(data, partition, test_domain):
     """The samples that the clients divide, and the OOD samples: two int64 tensors.
 
     Without a test domain, they are the standard training and test sets, but silos have no OOD
@@ -206,7 +203,7 @@ def pools(data: Dataset, partition: str, test_domain: str | None) -> tuple:
     return pool, torch.nonzero(left_out).flatten()
 
 
-def silos(data: Dataset, pool: Tensor, numbers: Sequence, size: int, seed: int) -> tuple:
+def silos(data, pool, numbers, size, seed):
     """Training and test samples of numbers[d] silos for each domain d (Zhang et al., section 4).
 
     A silo has `size` training samples from the pool. It is tested on samples of its domain from the
@@ -234,9 +231,7 @@ def silos(data: Dataset, pool: Tensor, numbers: Sequence, size: int, seed: int) 
     return take(pool, size), take(data.test)
 
 
-def divide(
-    data: Dataset, pool: Tensor, partition: str, clients: int | None, alpha: float, seed: int
-) -> Parts:
+def divide(data, pool, partition, clients, alpha, seed):
     """All samples of each client, for training and for testing, in every partition but silos.
 
     Raises UserError if the clients are too many or too few.
@@ -262,7 +257,7 @@ def divide(
     return [pool[samples] for samples in parts]
 
 
-def group(data: Dataset, samples: Tensor, partition: str) -> str:
+def group(data, samples, partition):
     """What a client with these samples has in common with others: see Clients.groups."""
     if partition in ("domain", "silos"):
         return data.domains[data.domain[samples[0]]]
@@ -270,7 +265,7 @@ def group(data: Dataset, samples: Tensor, partition: str) -> str:
     return "more classes" if one and len(data.y[samples].unique()) > 1 else one
 
 
-def participation(partition: str, clients: int, groups: int, m: int | None, k: int | None) -> tuple:
+def participation(partition, clients, groups, m, k):
     """M and K: how many clients participate, and how many of these a method selects per round.
 
     Those that are None have a default. M is 40 % of the clients with dirichlet, iid and shards, as
@@ -294,19 +289,19 @@ def participation(partition: str, clients: int, groups: int, m: int | None, k: i
 
 
 def make_clients(
-    data: Dataset,
-    seed: int = 0,
-    partition: str = "dirichlet",
+    data,
+    seed=0,
+    partition="dirichlet",
     *,
-    clients: int | None = None,
-    participating: int | None = None,
-    per_round: int | None = None,
-    alpha: float = 0.1,
-    silo_numbers: Sequence = (),
-    silo_size: int = 2000,
-    test_domain: str | None = None,
-    held_out: float | None = None,
-) -> Clients:
+    clients=None,
+    participating=None,
+    per_round=None,
+    alpha=0.1,
+    silo_numbers=(),
+    silo_size=2000,
+    test_domain=None,
+    held_out=None,
+):
     """The clients of a run.
 
     seed           of every draw

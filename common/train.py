@@ -5,20 +5,19 @@ which order and in which precision it runs. A model travels as one vector theta 
 in their order, then its floating-point buffers (the statistics of batch norm).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from types import MethodType
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
 from common import RunError, UserError, random_at, ranks
-from common.data import Dataset
 from common.devices import seeded
 from common.folders import say_once
-from common.splits import Clients, shuffled
+from common.splits import shuffled
 
 ADVICE = "lower --lr, or the weight of the method's own penalty if it has one"
 
@@ -26,13 +25,13 @@ ADVICE = "lower --lr, or the weight of the method's own penalty if it has one"
 class Batches:
     """A client's batches (x, y), which can be walked once: those of training are of all epochs."""
 
-    def __init__(self, pairs: Iterator):
+    def __init__(self, pairs):
         self.pairs = pairs
 
     def __iter__(self):
         return self
 
-    def __next__(self) -> tuple:
+    def __next__(self):
         if not self.pairs:  # a loop that starts now would find nothing, and train on nothing
             raise UserError("batches of all epochs are walked again: use [*batches], or islice")
         try:
@@ -42,7 +41,7 @@ class Batches:
             raise
 
 
-def local_solver(model: nn.Module, batches: Batches, optimizer: torch.optim.Optimizer) -> Tensor:
+def local_solver(model, batches, optimizer):
     """Plain local training of one client, for papers that leave it open. Returns the mean loss."""
     losses = []
     for x, y in batches:
@@ -54,26 +53,26 @@ def local_solver(model: nn.Module, batches: Batches, optimizer: torch.optim.Opti
     return torch.stack(losses).mean()
 
 
-def averaging_weights(by: str, sizes: Tensor) -> Tensor:
+def averaging_weights(by, sizes):
     """alpha_k of clients with these numbers of samples [K]: n_k / n by "size", or 1 / K: [K]."""
     n = sizes if by == "size" else torch.ones_like(sizes)
     return n / n.sum()
 
 
-def weights_of(model: nn.Module) -> list:
+def weights_of(model):
     """The tensors that theta consists of, in their order."""
     statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     return [*model.parameters(), *statistics]
 
 
 @torch.no_grad()
-def get_weights(model: nn.Module) -> Tensor:
+def get_weights(model):
     """A copy of the model's weights as theta [P], float32."""
     return torch.cat([t.reshape(-1) for t in weights_of(model)])
 
 
 @torch.no_grad()
-def set_weights(model: nn.Module, theta: Tensor):
+def set_weights(model, theta):
     """Writes theta [P] into the model."""
     for name, buffer in model.named_buffers():
         if name.endswith("num_batches_tracked"):  # of batch norm: unused, and not in theta
@@ -82,7 +81,7 @@ def set_weights(model: nn.Module, theta: Tensor):
         t.copy_(part)
 
 
-def unflatten(model: nn.Module, theta: Tensor) -> list:
+def unflatten(model, theta):
     """Views of theta [P] in the shapes of the model's parameters, then of its buffers."""
     tensors = weights_of(model)
     parts = theta.split([t.numel() for t in tensors])
@@ -121,16 +120,16 @@ class Trainer:
 
     def __init__(
         self,
-        data: Dataset,
-        clients: Clients,
-        model: nn.Module,
-        device: torch.device | str = "cpu",
-        local: LocalTraining | None = None,
-        seed: int = 0,
-        precision: str = "float32",
-        evaluate_every: int = 1,
-        rounds: int | None = None,
-        progress: Callable = lambda t, share: None,
+        data,
+        clients,
+        model,
+        device="cpu",
+        local=None,
+        seed=0,
+        precision="float32",
+        evaluate_every=1,
+        rounds=None,
+        progress=lambda t, share: None,
     ):
         self.x, self.y, self.labels = data.x.to(device), data.y.to(device), data.y
         self.classes = len(data.classes)
@@ -151,22 +150,22 @@ class Trainer:
         # The batch size of the evaluation
         self.chunk = max(1, min(most, 1000 if self.device.type == "cuda" else 250))
 
-    def batch(self, positions: Tensor) -> tuple:
+    def batch(self, positions):
         """The samples at these positions: images as float32 in -1..1, and their labels."""
         x = self.x[positions].to(memory_format=torch.channels_last)
         return x.float().div_(127.5).sub_(1), self.y[positions]
 
     def train(
         self,
-        client_update: Callable,
-        theta: Tensor,
-        selected: Tensor,
-        t: int,
+        client_update,
+        theta,
+        selected,
+        t,
         /,  # so that an option of client_update can have one of these names, such as theta
         per_client: Mapping = {},
-        sent: float | Tensor | None = None,
+        sent=None,
         **options,
-    ) -> tuple:
+    ):
         """The selected clients, int64 [K], train from theta in round t, each on its own samples.
 
         client_update  called as client_update(model, batches, optimizer, ...), where the model has
@@ -179,8 +178,7 @@ class Trainer:
         Returns the clients' weights [K, P] and losses [K] on the device. Raises RunError if a
         client's weights or loss are not finite, and UserError if somebody is selected who does not
         participate, or if the processes do not agree on clients and weights. On a CPU, the rounds
-        0, 1, 2, 4, 8 and so on, and the round `rounds`, end with a check: each process trains the
-        first client once more, and there is a UserError if one gets other weights.
+        0, 1, 2, 4, 8 and so on, and the round `rounds`, end with a check, see _check.
         """
         selected, m = torch.as_tensor(selected, dtype=torch.long), self.clients.participating
         self.t = t
@@ -189,6 +187,7 @@ class Trainer:
         sizes = [len(self.clients.train[k]) for k in selected]
         mine = self._mine(theta, selected, sizes)  # the other processes train the other clients
         uploads = theta.new_zeros(len(selected), len(theta) + 2)  # weights, loss and samples
+        learning = [p.requires_grad for p in self.model.parameters()]  # a client may freeze some
 
         def train_one(i):
             k = int(selected[i])
@@ -206,6 +205,8 @@ class Trainer:
                 raise RunError(
                     f"client {k} has a batch of one, and batch norm takes two: change --batch-size"
                 ) from e
+            for p, learns in zip(self.model.parameters(), learning):
+                p.requires_grad, p.grad = learns, None
             if loss is None:
                 raise UserError("client_update returns nothing: return the mean loss, a number")
             uploads[i, -1] = self.walked
@@ -223,26 +224,20 @@ class Trainer:
         if not all(finite):
             k = int(selected[finite.index(False)])
             raise RunError(f"client {k} diverged in round {t}: {ADVICE}")
-        if self.device.type == "cpu" and sizes and (not t & (t - 1) or t == self.rounds):
-            again = train_one(0)
-            if not all(ranks.exchange(torch.equal(again, uploads[0, :-1]))):
-                raise UserError(
-                    f"client {selected[0]} ends with other weights if it trains again: give it "
-                    "as arguments what it keeps, such as a counter, and use no clock"
-                )
+        self._check(t, selected, lambda: [train_one(0)], uploads[:1, :-1])
         return uploads[:, :-2], uploads[:, -2]
 
     def map(
         self,
-        function: Callable,
-        theta: Tensor,
-        ids: Tensor,
-        samples: Sequence,
-        t: int,
+        function,
+        theta,
+        ids,
+        samples,
+        t,
         /,
         per_client: Mapping = {},
         **options,
-    ) -> list:
+    ):
         """What `function` computes for each of these clients, int64 [K].
 
         function  called as function(model, batches, ...), where the model already has the weights
@@ -255,18 +250,23 @@ class Trainer:
         one is not finite.
         """
         set_weights(self.model, theta)
-        results = {}
-        for i in self._mine(theta, ids, [len(samples[k]) for k in ids]):
+
+        def compute(i, own):
             k = int(ids[i])
             self.model.eval()
             pieces = samples[k].to(self.device).split(self.chunk)
             batches = Batches(self.batch(piece) for piece in pieces)
-            own = self._own(per_client, k)
             with seeded(self.device, self.seed, "evaluation", t, k):
                 found = function(self.model, batches, **own, **options)
-            results[i] = found if isinstance(found, tuple) else (found,)
-        columns = zip(*ranks.gather(results), strict=True)
-        return [finite(torch.stack(column).to(self.device)) for column in columns]
+            return found if isinstance(found, tuple) else (found,)
+
+        mine = self._mine(theta, ids, [len(samples[k]) for k in ids])
+        owns = [self._own(per_client, int(k)) for k in ids]
+        again = deepcopy(owns[:1])  # before a generator among them is drawn from
+        columns = zip(*ranks.gather({i: compute(i, owns[i]) for i in mine}), strict=True)
+        results = [finite(torch.stack(column).to(self.device)) for column in columns]
+        self._check(t, ids, lambda: compute(0, *again), [result[0] for result in results])
+        return results
 
     def _mine(self, theta, ids, sizes):
         """Which of these pieces of work this process does.
@@ -278,8 +278,21 @@ class Trainer:
             checksum = theta.contiguous().view(torch.int32).sum().item()
             facts = {"clients": [int(k) for k in ids], "weights": checksum}
             when = f"in or after round {self.t} "
-            ranks.agree(facts, when, "draw with random_at, or use --processes 1")
+            ranks.agree(facts, when, "draw with random_at, and read no clock")
         return ranks.share_out(sizes)
+
+    def _check(self, t, ids, again, first):
+        """Raises UserError if the first client comes to something else when it computes again.
+
+        It does so in each process, on a CPU, in the rounds 0, 1, 2, 4, 8 and so on, and `rounds`.
+        """
+        if self.device.type != "cpu" or not len(ids) or (t & (t - 1) and t != self.rounds):
+            return
+        if not all(ranks.exchange(all(map(torch.equal, again(), first)))):
+            raise UserError(
+                f"client {ids[0]} comes to something else if it computes again: give it as "
+                "arguments what it keeps, such as a counter, and use no clock"
+            )
 
     def _own(self, per_client, k):
         """Client k's value in each of these tables. Raises UserError if one is too short."""
@@ -288,7 +301,7 @@ class Trainer:
                 raise UserError(f"{name} has {len(values)} values: per_client takes them by id")
         return {name: values[k] for name, values in per_client.items()}
 
-    def count(self, ids: Tensor, passes: float = 0, numbers: float | Tensor = 0):
+    def count(self, ids, passes=0, numbers=0):
         """Adds to the cost what these clients did, int64 [K].
 
         passes   over a client's training samples
@@ -297,7 +310,7 @@ class Trainer:
         self.samples += int(passes * self.clients.sizes[ids].sum())
         self.megabytes += 4e-6 * float(torch.as_tensor(numbers).expand(len(ids)).sum())
 
-    def cost(self) -> dict:
+    def cost(self):
         """The two columns of metrics.csv that say what the run has cost so far."""
         return {"samples": self.samples, "megabytes": self.megabytes}
 
@@ -320,11 +333,11 @@ class Trainer:
                 self.walked += len(positions)
                 yield self.batch(positions)
 
-    def is_due(self, t: int) -> bool:
+    def is_due(self, t):
         """Whether round t is evaluated."""
         return t % self.evaluate_every == 0 or t == self.rounds
 
-    def evaluate(self, theta: Tensor, t: int, selected: Tensor, losses: Tensor) -> dict:
+    def evaluate(self, theta, t, selected, losses):
         """What is to be seen after round t, by column of metrics.csv.
 
         selected         the clients that have trained, int64 [K]
@@ -365,7 +378,7 @@ class Trainer:
         return row
 
     @torch.no_grad()
-    def predict(self, theta: Tensor, samples: Tensor) -> tuple:
+    def predict(self, theta, samples):
         """The model with weights theta on these samples of the pool, int64 [n].
 
         Returns their cross-entropies [n] and the predicted classes, int64 [n], on the CPU. Raises
@@ -385,7 +398,7 @@ class Trainer:
         return finite(losses), predicted
 
 
-def accuracy_columns(answers: Tensor, tests: Mapping) -> dict:
+def accuracy_columns(answers, tests):
     """Columns of metrics.csv, from confusions: of the clients [M, C, C], and by test set [C, C]."""
     row = {}
     if len(answers):
@@ -396,18 +409,18 @@ def accuracy_columns(answers: Tensor, tests: Mapping) -> dict:
     return row
 
 
-def confusion(labels: Tensor, predicted: Tensor, classes: int) -> Tensor:
+def confusion(labels, predicted, classes):
     """How many samples of class i are called j: int64 [classes, classes]."""
     cells = torch.bincount(labels * classes + predicted, minlength=classes**2)
     return cells.view(classes, classes)
 
 
-def accuracy(confusion: Tensor) -> Tensor:
+def accuracy(confusion):
     """The share of right answers, from the counts that confusion() returns [..., C, C]."""
     return confusion.diagonal(dim1=-2, dim2=-1).sum(-1) / confusion.sum((-2, -1))
 
 
-def finite(results: Tensor) -> Tensor:
+def finite(results):
     """The same results. Raises RunError if one is not finite."""
     if not results.isfinite().all():
         raise RunError(

@@ -69,6 +69,8 @@ def test_each_client_gets_its_own_value_and_all_get_the_shared_one(tiny, trainer
 
     def update(model, batches, optimizer, own, same):
         assert model.training and torch.equal(get_weights(model), trainer.initial)
+        assert all(p.requires_grad and p.grad is None for p in model.parameters())
+        model.requires_grad_(False).classifier[-1].bias.grad = torch.ones(3)
         set_weights(model, 0 * trainer.initial + own + same)
         return torch.tensor(own)
 
@@ -85,6 +87,9 @@ def test_each_client_gets_its_own_value_and_all_get_the_shared_one(tiny, trainer
     assert sums.tolist() == [[104, 104], [101, 101]]
     assert torch.equal(labels, tiny.y[torch.stack([samples[2], samples[0]])])
     trained(trainer, (1,), 1, update, per_client=own, same=0.0)  # it is in training mode again
+    own = torch.Generator()
+    with pytest.raises(UserError, match="client 2 comes to something else if it computes again"):
+        trainer.map(lambda *_: torch.rand(1, generator=own), trainer.initial, ids, samples, 1)
     with pytest.raises(UserError, match="own has 1 values: per_client takes them by id"):
         trained(trainer, (0,), 1, update, per_client={"own": [1.0]})
 
