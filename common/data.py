@@ -79,7 +79,7 @@ def load(name, root="data", image_size=96):
     if name not in PUBLIC:
         if not folder.is_dir():
             raise UserError(
-                f"--dataset {name}: no such folder or data set; there are {', '.join(NAMES)}"
+                f"--dataset {name} is no folder, and no data set: there are {', '.join(NAMES)}"
             )
         return Dataset(folder.resolve().name, **image_folder(folder, image_size))
     if name == "cifar10" and jpegs.is_dir() and not batches.exists():

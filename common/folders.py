@@ -23,7 +23,8 @@ from tqdm.contrib.concurrent import thread_map
 from common import UserError, first_line, random_at, ranks
 
 ENDINGS = ".jpg .jpeg .jfif .png .gif .webp .bmp .tif .tiff .ppm .pgm"
-JUNK = (".", "@", "__MACOSX", "#recycle", "$RECYCLE")  # how systems begin their names
+# How systems begin their names
+JUNK = ".", "@", "__MACOSX", "#recycle", "$RECYCLE", "lost+found", "System Volume"
 PARTS = {  # name of a folder in small letters -> which part it is
     "train": "train", "training": "train", "test": "test", "testing": "test",
     "val": "val", "valid": "val", "validation": "val",
@@ -71,7 +72,8 @@ def image_folder(folder, image_size):
     say(f"{folder}: {len(train)} training and {len(test)} test images, {', '.join(lists)}")
 
     x = decode(images, image_size)
-    copies = len(x) - len({hash(image.numpy().tobytes()) for image in x})
+    pictures = {hash(image.numpy().tobytes()) for image in x}
+    copies = len(x) - min(len(pictures), len({image.with_suffix("") for image in images}))
     if copies:
         say(f"{folder}: {copies} images are copies of others, perhaps of those for testing")
     return {
@@ -114,7 +116,8 @@ def refuse_annotations(paths):
     x.png if all of them stand beside an x.jpg.
     """
     # Each name in small letters, with spaces between its words
-    names = [re.sub(r"[\W_]+|(?<=[a-z\d])(?=[A-Z])", " ", path.stem).lower() for path in paths]
+    stems = [path.name if path.is_dir() else path.stem for path in paths]
+    names = [re.sub(r"[\W_]+|(?<=[a-z\d])(?=[A-Z])", " ", stem).lower() for stem in stems]
     subjects = [" ".join(re.sub(f"{PICTURE}|{ANNOTATION}", "", n).split()) for n in names]
     count, known = Counter(subjects), {*names}
     are_pairs, stripped = 2 * len(known) <= len(names), {*map(str.strip, names)}
@@ -150,7 +153,9 @@ def understand(folder, images):
     tests = [name for name in marked if "tr" not in ALMOST_PART.search(name)[0].lower()]
     for name in tests:
         if len(tests) < len(marked) or name.lower() in PARTS:
-            raise UserError(f"{folder}: {name} is no class: sort its images as {name}/CLASS/")
+            raise UserError(
+                f"{folder}: {name} is no class: sort its images as {name}/CLASS/, or rename it"
+            )
     if 1 in homes:
         return with_a_fifth_for_testing(rows)
     part_of = {top: PARTS.get(top.lower(), "domain") for top in sorted({row[0] for row in rows})}

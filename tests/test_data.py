@@ -96,7 +96,8 @@ bus, retrain, train -> bus retrain train; ; 24 6;
 fastest, slow, -, +, with_mask -> + - fastest slow with_mask; ; 40 10;
 a/caf\u00e9, b/cafe\u0301, a/1, b/1 -> 1 caf\u00e9; a b; 40 0; b.$
 a/masked/with_mask_1.png, a/masked/with_mask_2.png, strain/masked -> masked; a strain; 12 0;
-cat, .git/x, @eaDir/x/y, cat/__MACOSX, dog -> cat dog; ; 16 4;
+cat, .git/x, @eaDir/x/y, cat/__MACOSX, dog, lost+found -> cat dog; ; 16 4;
+E.coli/1.png, E.coli/2.png, E.dog/1.png, E.dog/2.png -> E.coli E.dog; ; 2 2;
 """  # folders -> classes; domains; numbers of training and test images; what is said
 
 
@@ -190,6 +191,9 @@ def test_pixels_labels_and_parts_belong_together(pets, tmp_path, capsys):
     (split / "Train/cat/again.png").symlink_to(split / "test/cat/0.png")
     image_folder(split, 8)
     assert "1 images are copies of others" in capsys.readouterr().err
+    Image.new("RGB", (8, 8)).save(split / "Train/cat/0.webp")  # 0.png in another format
+    image_folder(split / "Train", 8)
+    assert "1 images are copies of others" in capsys.readouterr().err
 
 
 def test_its_clients_train_in_two_processes(pets, tmp_path):
@@ -231,7 +235,7 @@ def test_what_cannot_be_read_is_named(pets):
     os.mkfifo(file)  # opening it would wait for ever
     with pytest.raises(UserError, match=r"x\.tif is no file"):
         image_folder(pets, 8)
-    with pytest.raises(UserError, match="no such folder or data set"):
+    with pytest.raises(UserError, match="is no folder, and no data set"):
         load(str(pets / "photo/cat/0.png"))
 
 
