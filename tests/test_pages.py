@@ -122,11 +122,8 @@ def comparison(method, baseline, **changes):
 
 
 def test_a_column_of_a_run():
-    rows = [
-        {"round": "1", "id_accuracy": "0.1", "mE": "3", "accuracies": "0.1 0.2 0.6"},
-        {"round": "2", "id_accuracy": "", "mE": "", "accuracies": ""},
-        {"round": "3", "id_accuracy": "0.9", "mE": "2", "accuracies": "0 0 0.5"},
-    ]
+    text = "round,id_accuracy,mE,accuracies\n1,0.1,3,0.1 0.2 0.6\n2,,,\n3,0.9,2,0 0 0.5"
+    rows = [*csv.DictReader(text.split("\n"))]
     assert tables.series(rows, "id_accuracy") == {1: 10, 3: 90}
     assert tables.series(rows, "mE@id_accuracy") == {3: 2}
     assert tables.series(rows, "accuracies[1:3]") == pytest.approx({1: 40, 3: 25})

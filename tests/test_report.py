@@ -74,22 +74,21 @@ def test_a_folder_is_a_row_with_its_runs_wherever_they_lie_in_it(tmp_path, compa
     assert compared("runs/b", "other/b")["runs/b - other/b"] == ["0", "+60.0", "-60.0"]
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "says"),
-    [
-        (
-            {},
-            {"lr": 0.5, "code": {"fediir.py": "def"}},
-            r"lr 0.1 \(0\), 0.5 \(1\); code of fediir.py abc \(0\), def",
-        ),
-        ({"sizes": [[1], [2]]}, {"sizes": [[1], [3]]}, r"sizes \[\[1\], \[2\]\] \(0\), .* \(1\)$"),
-        ({}, {"about": {"images": 2}}, r"images 1 \(0\), 2 \(1\)$"),
-        ({}, {"seed": 0, "out": "elsewhere"}, "0 and .*1 have one seed"),
-    ],
-)
-def test_a_row_may_differ_in_seed_and_test_domain_alone(tmp_path, compared, first, second, says):
-    make_run(tmp_path / "a/0", [0.5], **{"seed": 0, **first})
-    make_run(tmp_path / "a/1", [0.7], **{"seed": 1, **second})
+UNLIKE = """
+"lr": 0.5, "code": {"fediir.py": "def"} -> lr 0.1 .0., 0.5 .1.; code of fediir.py abc .0., def
+"sizes": [[1], [3]] -> sizes ..1., .2.. .0., ..1., .3.. .1.$
+"about": {"images": 2} -> images 1 .0., 2 .1.$
+"seed": 0, "out": "elsewhere" -> 0 and .*1 have one seed
+"""  # changes of the second run -> what is said
+
+
+@pytest.mark.parametrize("case", UNLIKE.strip().splitlines())
+def test_a_row_may_differ_in_seed_and_test_domain_alone(tmp_path, compared, case):
+    changes, says = case.split(" -> ")
+    make_run(tmp_path / "a/0", [0.5], 0, sizes=[[1], [2]])
+    make_run(
+        tmp_path / "a/1", [0.7], **{"seed": 1, "sizes": [[1], [2]], **json.loads(f"{{{changes}}}")}
+    )
     with pytest.raises(UserError, match=says):
         compared("a")
 
@@ -147,29 +146,31 @@ SHARED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"method": "mine", "code": {"mine.py": "x"}, "small": True, "data_dir": "y"}, None),
-        ({"gamma": 0, "local_epochs": 1}, "gamma 0 (a), 1 (b)"),
-        ({"accuracies": [0.5] * 8}, "rounds 8 (a), 9 (b)"),
-        ({"about": {"machine": {"torch": "2.15"}}}, "torch 2.15 (a), 2.14 (b)"),
-        ({"about": {"images": 2}}, "images 2 (a), 1 (b)"),
-        ({"code": {"fediir.py": "x"}}, "code of fediir.py x (a), abc (b)"),
-    ],
-)
-def test_what_rows_do_not_share_is_named(tmp_path, printed, changes, says):
+NOT_SHARED = """
+"method": "mine", "code": {"mine.py": "x"}, "small": true, "data_dir": "y" ->
+"gamma": 0, "local_epochs": 1 -> gamma 0 (a), 1 (b)
+"accuracies": [0.5, 0.5] -> rounds 2 (a), 9 (b)
+"about": {"machine": {"torch": "2.15"}} -> torch 2.15 (a), 2.14 (b)
+"about": {"images": 2} -> images 2 (a), 1 (b)
+"code": {"fediir.py": "x"} -> code of fediir.py x (a), abc (b)
+"""  # changes -> what is said
+
+
+@pytest.mark.parametrize("case", NOT_SHARED.strip().splitlines())
+def test_what_rows_do_not_share_is_named(tmp_path, printed, case):
     """Every flag, also a method's own; of two methods those that both have.
 
     The second seed has no partner.
     """
+    changes, says = case.split(" ->")
+    changes = json.loads(f"{{{changes}}}")
     second = {"seed": 1, "about": {**changes.get("about", {}), "machine": {"torch": "2.16"}}}
     make_run(tmp_path / "a/0", **{**SHARED, **changes})
     make_run(tmp_path / "a/1", **{**SHARED, **changes, **second})
     make_run(tmp_path / "b", **SHARED)
     found = printed("a", "b")
     *_, last = found.out.splitlines()
-    assert last == f"Not the same in all rows: {says}" if says else "Not the same" not in last
+    assert last == f"Not the same in all rows:{says}" if says else "Not the same" not in last
     assert re.search(r"more than their seed: torch 2\.1[45] \(0\), 2\.16 \(1\)", found.err)
 
 

@@ -44,6 +44,7 @@ import fediir
 import minimax_select
 import uefl
 from common import UserError, ranks
+from common.folders import say_once
 from common.runner import compare, flags, plots, runs
 from common.splits import make_clients
 from common.train import Trainer
@@ -183,17 +184,16 @@ def test_a_run_that_was_stopped_in_its_baseline_goes_on_there(start, start_and_s
 
 
 LINE = re.search(r"    selected = select\(.*\n", Path(fedavg.__file__).read_text())[0].strip()
-SAMPLE = "random.sample(range(clients.participating), clients.per_round)"
-CHOOSE = "np.random.choice(clients.participating, clients.per_round, False)"
-HABITS = {  # what somebody imports, and the clients that he selects with it in line 3
-    "nothing": ("", "select(args, clients, trainer, w, t).tolist()"),
-    "random": ("import random", SAMPLE),
-    "numpy": ("import numpy as np", CHOOSE),
-    "torch": ("", "torch.randperm(clients.participating)[: clients.per_round]"),
-    "helper": ("import helper", "helper.choose(clients)"),
-    "clock": ("import time, random", f"random.Random(time.time_ns()).{SAMPLE[7:]}"),
-    "count": ("import itertools\nturn = itertools.count()", "[next(turn) % 9 for _ in range(4)]"),
-}
+HABITS = """
+nothing; ; select(args, clients, trainer, w, t).tolist()
+random; import random; random.sample(range(clients.participating), clients.per_round)
+numpy; import numpy as np; np.random.choice(clients.participating, clients.per_round, False)
+torch; ; torch.randperm(clients.participating)[: clients.per_round]
+helper; import helper; helper.choose(clients)
+clock; import time, random; random.Random(time.time_ns()).sample(range(9), clients.per_round)
+count; turn = __import__("itertools").count(); [next(turn) % 9 for _ in range(4)]
+"""  # what somebody imports, and the clients that he selects with it in line 3
+HABITS = {name: rest for name, *rest in (line.split("; ") for line in HABITS.strip().split("\n"))}
 TWELVE = CUTS[fedavg].replace("6", "12").replace("ting 4", "ting 9").replace("le 2", "le 4")
 
 
@@ -210,7 +210,7 @@ def mine(tmp_path, monkeypatch):
         text = text.replace(LINE, f"selected = torch.as_tensor({clients})")
         (tmp_path / "mine.py").write_text(text)
         helper = tmp_path / "library/helper.py"
-        helper.write_text(f"import random\ndef choose(clients): return {SAMPLE}")
+        helper.write_text(f"import random\ndef choose(clients): return {HABITS['random'][1]}")
         for name in ("mine", "helper"):
             monkeypatch.delitem(sys.modules, name, raising=False)
         importlib.invalidate_caches()
@@ -237,7 +237,7 @@ def test_a_changed_line_is_the_same_run_anywhere_or_is_refused(
     two = f"{words} --precision float32 --device cpu --out two --processes 2"
     start_and_stop(method(), words + "--out cut", 4, "cut")
     if habit == "clock":
-        advice = "draw with random_at, or use --processes 1"
+        advice = "draw with random_at, and read no clock"
         refused(
             method(), two, f"in or after round 1 the processes differ in their clients: {advice}"
         )
@@ -267,7 +267,7 @@ def test_what_a_client_keeps_from_the_one_before_is_refused(
     words = f"{TWELVE} --no-compare --precision float32 --device cpu --processes "
     for n in (1, 2)[keeps is os.getpid :]:
         code, [*_, line] = launched(fedavg, f"{words} {n} --out {n}", start)
-        assert code == 2 and "ends with other weights if it trains again" in line
+        assert code == 2 and "comes to something else if it computes again" in line
 
 
 @pytest.mark.parametrize("what", ["weights", "mine", "last round"])
@@ -336,7 +336,11 @@ def test_a_copy_does_not_go_on_with_other_code(mine, start, refused, tmp_path):
     method = mine(*HABITS["helper"])
     before = outcome(start(method, TWELVE + "--no-compare"))
     flags.code_of.cache_clear()
-    (tmp_path / "library/helper.py").write_text("")
+    helper = tmp_path / "library/helper.py"
+    helper.write_text(f"# a comment\n\n{helper.read_text()}  # another one")
+    assert outcome(start(method, "--resume run")) == before
+    flags.code_of.cache_clear()
+    helper.write_text("")
     refused(method, "--resume run --rounds 5", "run differs in library/helper.py")
     assert outcome(Path("run")) == before
 
@@ -405,7 +409,7 @@ def test_of_several_seeds_one_ends_early_and_the_others_go_on(start, launched, m
 # ----------------------------------------------------------------------------------------- mistakes
 
 MISTAKES = """
-fedavg --dataset cifar11 -> --dataset cifar11: no such folder
+fedavg --dataset cifar11 -> --dataset cifar11 is no folder
 fedavg --dataset mnist --data-dir empty -> --data-dir
 fedavg --lr nan -> --lr: nan is out of range
 fedavg --image-size 32 -> --image-size is for folders of images; glyphs has its own size
@@ -552,10 +556,12 @@ def test_what_a_copy_yields_is_converted_or_refused_in_the_first_round(new_run, 
 
 
 def test_a_repeated_round_has_the_same_columns_but_for_a_clock(new_run):
+    """And then it is a checkpoint, so a program that is killed in the next round gets on."""
     w, row = torch.ones(2), {"my_seconds": 3.5, "mine": 3.5}
     new_run().record({"t": 1, "w": w}, row)
     again = new_run("--resume run")
     again.record({"t": 1, "w": w}, row | {"my_seconds": 4.5})
+    assert again.checkpoint.exists()
     with pytest.raises(UserError, match="another mine"):
         again.record({"t": 1, "w": w}, row | {"mine": 4.5})
 
@@ -571,28 +577,23 @@ def test_variables_that_change_beside_the_state_are_named(start, monkeypatch, ca
         for row in range(2):  # in another loop
             t = row
         if not state:
-            m, best, seen = 0, w, []
+            m, best = 0, w
         for t in (1, 2):
             w = 0.5 * w
             m, best = m + w, best + w
-            seen.append(t)
             SEEN_BY_MODULE[t] += 1
             trainer.progress(t, 1)
             SEEN_BY_MODULE.clear()  # so it is empty at the end of each round
-            clients.groups[0] = model.of_part = t
+            clients.groups[0] = model.of_part = trainer.mine = t
             model.classifier[2].bias.data.fill_(t)
             row = {"selected": [0], "train_loss": 0.5, "mine": None}
             yield {"t": t, "w": w, "momentum": m}, row
-        row = seen
 
     monkeypatch.setattr(fedavg, "federate", federate)
     start(fedavg, CUTS[fedavg] + "--no-compare")
     names = re.findall(r"(.*) changes, but", capsys.readouterr().err)
-    assert {*", ".join(names).split(", ")} == {
-        *["test_run.SEEN_BY_MODULE", "clients.groups", "trainer.model.of_part"],
-        "best of federate()",
-        "seen of federate()",
-    }
+    expected = "best of federate(), clients.groups, test_run.SEEN_BY_MODULE, trainer.mine, "
+    assert sorted({*", ".join(names).split(", ")}) == f"{expected}trainer.model.of_part".split(", ")
 
 
 LATE = {  # flags that the trainer has read already, and code that a run has not seen at its start
@@ -607,7 +608,7 @@ def test_what_federate_does_too_late_is_refused(mine, refused, line):
 
 
 def test_a_run_that_is_made_longer_repeats_a_round_and_changes_nothing_if_it_differs(
-    start, refused, monkeypatch
+    start, launched, monkeypatch
 ):
     """The server's step shrinks with a number that nobody yields. What stopped early stays so."""
     steps = []
@@ -621,14 +622,16 @@ def test_a_run_that_is_made_longer_repeats_a_round_and_changes_nothing_if_it_dif
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     for _ in range(2):
         steps.clear()
-        refused(fedavg, "--resume other --rounds 5", "has another norm than before")
+        code, [_, line] = launched(fedavg, "--resume other --rounds 5", start)
+        assert code == 2 and "has another norm than before" in line
         assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     monkeypatch.setattr(fedavg, "federate", lambda *args: iter([({"t": 9}, {})]))
     assert outcome(start(fedavg, "--resume other")) == outcome(folder)
 
 
-def test_there_is_a_checkpoint_every_30_seconds(new_run, monkeypatch):
-    """A round takes 10 seconds."""
+def test_there_is_a_checkpoint_every_30_seconds(new_run, monkeypatch, capsys):
+    """A round takes 10 seconds, and leaves the model as it was."""
+    say_once.cache_clear()
     run, save, clock, saves = new_run(), runs.Run.save, [0.0], []
     monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(runs.Run, "save", lambda run: saves.append(run.t) or save(run))
@@ -636,6 +639,7 @@ def test_there_is_a_checkpoint_every_30_seconds(new_run, monkeypatch):
         clock[0] += 10
         run.record({"t": t, "w": torch.ones(2)}, {})
     assert saves == [1, 5, 9]
+    assert capsys.readouterr().err.count("the model is that of the round before") == 1
 
 
 def test_the_model_of_a_run_answers_as_its_table_says(whole, tiny):
@@ -653,7 +657,7 @@ def test_the_model_of_a_run_answers_as_its_table_says(whole, tiny):
 @pytest.mark.parametrize("changed", ["lr", "seed", "data", "data of a run without a checkpoint"])
 def test_a_run_does_not_go_on_with_other_flags_or_data(whole, refused, monkeypatch, changed):
     folder = whole(fedavg)
-    more, says = "", f"differs in {changed.split()[0]}: take what is in its args.json"
+    more, says = "", f"differs in {changed.split()[0]}: undo that"
     if changed == "lr":
         more = "--lr 3"
     elif changed == "seed":  # of a folder that has been moved
@@ -692,7 +696,8 @@ def test_a_damaged_checkpoint_costs_rounds_and_no_run(start_and_stop, start, who
     start_and_stop(fedavg, CUTS[fedavg] + "--no-compare --out cut", 3, "cut")
     Path("cut", file).write_bytes(b"PK")
     assert outcome(start(fedavg, "--resume cut")) == expected
-    assert f"{file} cannot be read" in capsys.readouterr().err
+    assert f"{file} cannot be read" in (said := capsys.readouterr().err)
+    assert ("no checkpoint, so it begins with round 1" in said) == (file == "checkpoint.pt")
 
 
 def test_several_seeds_that_stop_before_the_first_round_can_go_on(start, monkeypatch):
@@ -781,12 +786,13 @@ def test_a_stopped_run_may_end_earlier_but_not_before_the_rounds_it_has_had(
     assert outcome(start(fedavg, "--resume cut --rounds 3")) == expected
 
 
-def test_all_seeds_keep_the_precision_that_the_first_node_has_picked(start, monkeypatch):
+def test_all_seeds_keep_the_precision_that_the_first_node_has_picked(start, monkeypatch, capsys):
     has = {"avx512_bf16": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
     folder = start(fedavg, f"{CUTS[fedavg]} --no-compare --out x --seed 1 2 --rounds 1 --resume")
     has["avx512_bf16"] = False  # another node
     start(fedavg, "--resume x --rounds 2")
+    assert "x/seed2 began with 1 rounds" in capsys.readouterr().err
     for args in folder.rglob("args.json"):
         assert json.loads(args.read_text())["flags"]["precision"] == "bfloat16"
     assert all(len(read_rows(folder / f"seed{seed}")) == 2 for seed in (1, 2))

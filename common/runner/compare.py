@@ -110,7 +110,6 @@ def run(args, federate, label, baselines, prediction, shows_in, build=build_mode
         run = Run(own, dataset, clients, model, device)
         if several and not ranks.RANK:  # after Run(), which may have refused the flags
             write_args(Path(args.out), {"flags": {**vars(args), "precision": own.precision}}, True)
-        watch = Watch(modules, folder, model, clients)
         look_once = lru_cache(lambda t: watch.look(rounds, None))
 
         def progress(t, share):
@@ -121,6 +120,7 @@ def run(args, federate, label, baselines, prediction, shows_in, build=build_mode
             dataset, clients, model, device, local_training(own), own.seed, own.precision,
             own.evaluate_every, own.rounds, progress,
         )  # fmt: skip
+        watch = Watch(modules, folder, trainer)
         if run.rows:
             vars(trainer).update({name: run.rows[-1].get(name, 0) for name in trainer.cost()})
         else:

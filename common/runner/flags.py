@@ -1,6 +1,7 @@
 """What the user types: the flags that all methods share, with defaults by data set."""
 
 import argparse
+import re
 import sys
 from argparse import BooleanOptionalAction
 from datetime import datetime
@@ -201,12 +202,16 @@ def parse(
 def code_of(file, weights=""):
     """A hash of each file of own_modules(), of this one and of common/, by its path from here.
 
+    It is that of the code alone, without comments and empty lines.
+
     weights  a file that has a hash, too, if there is one
     """
     files = {file, *(module.__file__ for module in own_modules().values())}
     files.update(filter(isfile, [weights]), map(str, Path(__file__).parents[1].rglob("*.py")))
     here = Path(file).parent
-    return {relpath(f, here): sha1(Path(f).read_bytes()).hexdigest()[:7] for f in sorted(files)}
+    contents = {f: Path(f).read_bytes() for f in sorted(files)}
+    codes = {f: re.sub(rb"(?m)^\s*(#.*)?\n|  #.*", b"", text) for f, text in contents.items()}
+    return {relpath(f, here): sha1(codes[f]).hexdigest()[:7] for f in codes}
 
 
 def defaults(method, words=""):

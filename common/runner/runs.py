@@ -123,8 +123,13 @@ class Run:
                     self.started = time.monotonic() - last["seconds"]
             except Exception as e:  # there are many types for a file that is damaged
                 say(f"{file} cannot be read ({type(e).__name__}), so more rounds may be repeated")
-        if (done := max(self.t, *self.seen)) > self.total:
+        done = max(self.t, *self.seen)
+        if done > 1 > self.t:  # with two rounds there is one
+            say(f"{self.folder} has no checkpoint, so it begins with round 1")
+        if done > self.total:
             raise UserError(f"{self.folder} has had {done} rounds: allow as many, or more")
+        if (rounds := before["flags"]["rounds"]) != self.args.rounds:
+            say(f"{self.folder} began with {rounds} rounds: does a line depend on args.rounds?")
 
     def progress(self, t, share):
         """Moves the clock by this share of round t. Training before round 1 counts as none."""
@@ -172,7 +177,7 @@ class Run:
         ranks.agree(
             cells,
             f"in round {self.t} ",
-            "measure by trainer.map, call a clock's my_seconds, or use --processes 1",
+            "measure by trainer.map, and call a clock's column my_seconds",
         )
         before = self.seen.get(self.t, {})
         for column, cell in cells.items():
@@ -182,6 +187,8 @@ class Run:
                     "stopped: does federate() begin after state['t'], yield all that it needs, and "
                     "run on the same processor? (Call a clock's column my_seconds)"
                 )
+        if [r["norm"] for r in self.rows[-2:]] == 2 * [row["norm"]]:
+            say_once("\nthe model is that of the round before")
         seconds = round(time.monotonic() - self.started, 2)
         self.rows.append({"round": self.t, "seconds": seconds, **row})
         self.bar.update(self.t - self.bar.n)
@@ -197,6 +204,9 @@ class Run:
                 self.has_saved = False
         if time.monotonic() > self.save_at:
             self.save()
+        if before and self.t < self.total and not ranks.RANK:  # so that each program gets on
+            self.next.replace(self.checkpoint)
+            self.has_saved = False
 
     def save(self):
         """Writes the next checkpoint. Raises UserError if it cannot be read again."""
@@ -329,7 +339,8 @@ def refuse_others(folder, saved, flags):
     pairs = {name: (saved[name], flags[name]) for name in names}
     if names := sorted(name for name, (a, b) in pairs.items() if a != b and str(a) != str(b)):
         raise UserError(
-            f"{folder} differs in {few(names)}: take what is in its args.json, or start a new run"
+            f"{folder} differs in {few(names)}: undo that (its args.json has the old values), or "
+            "start a new run (another seed may have a folder of its own inside)"
         )
 
 

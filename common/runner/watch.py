@@ -27,13 +27,14 @@ class Watch:
 
     modules  what the program had imported by then, by name
     folder   the imports from this folder are the user's
-    model    its parts of the user's own classes may keep something, too
+    trainer  the user's attributes, and parts of the model of the user's own classes, may keep
+             something, too
     """
 
-    def __init__(self, modules, folder, model, clients):
-        self.modules, self.folder, self.model, self.first = modules, folder, model, {}
+    def __init__(self, modules, folder, trainer):
+        self.modules, self.folder, self.trainer, self.first = modules, folder, trainer, {}
         self.places = {name: modules[name] for name in modules if "common" not in name}
-        self.places["clients"] = clients
+        self.places["clients"], self.own = trainer.clients, {*vars(trainer)}
 
     def look(self, rounds, state):
         """Says what has changed since the first look. Raises UserError for a late import.
@@ -63,13 +64,14 @@ class Watch:
     def kept_aside(self, rounds, state):
         """Hashes of what a method may keep beside the state, by the variable's name.
 
-        These are the variables of modules, clients and parts of the model, functions included, for
-        their attributes; and after a round, those that federate() sets before its loop. Of a
-        model, whose weights somebody sets, only another one counts. What cannot be pickled is left
-        out.
+        These are the variables of modules, clients, trainer and parts of the model, functions
+        included, for their attributes; and after a round, those that federate() sets before its
+        loop. Of a model, whose weights somebody sets, only another one counts. What cannot be
+        pickled is left out.
         """
-        kept, found, names = {}, {}, set()
-        for name, part in self.model.named_modules(prefix="trainer.model"):
+        found, names, of_trainer = {}, set(), vars(self.trainer)
+        kept = {f"trainer.{name}": of_trainer[name] for name in of_trainer.keys() - self.own}
+        for name, part in self.trainer.model.named_modules(prefix="trainer.model"):
             if type(part).__module__ in self.modules:
                 self.places[name] = part
         for place, holder in self.places.items():
