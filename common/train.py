@@ -291,7 +291,7 @@ class Trainer:
         if not all(ranks.exchange(all(map(torch.equal, again(), first)))):
             raise UserError(
                 f"client {ids[0]} comes to something else if it computes again: give it as "
-                "arguments what it keeps, such as a counter, and use no clock"
+                "arguments what it keeps, draw with random_at, and use no clock"
             )
 
     def _own(self, per_client, k):
