@@ -245,9 +245,9 @@ def report(args, trainer, theta, may_use, t, e, perplexities, code_losses, answe
 
 
 @torch.no_grad()
-def client_codewords(model, batches, size, rng):
+def client_codewords(model, batches, size, seed, t, k):
     """Line 9 for one client: K-means centroids of all its segments, [size, d / s]."""
-    width = model.codebook.codewords.shape[1]
+    width, rng = model.codebook.codewords.shape[1], random_at(seed, "codewords", t, k)
     segments = torch.cat([model.encode(x).reshape(-1, width) for x, _ in batches])
     with warnings.catch_warnings(action="ignore"):  # if segments are few or equal, so are codewords
         # k-means++ and ten steps, on the segments of all training samples
@@ -298,11 +298,10 @@ def federate(args, clients, trainer, state):
         growing = clients.ids[uncertain(e, args.gamma).cpu()]  # line 8
         if not len(growing) or iteration == args.iterations:  # line 24
             return
-        rngs = [random_at(args.seed, "codewords", t, k) for k in clients.ids.tolist()]
         # Line 9: [new, v, d / s]
         [words] = trainer.map(
-            client_codewords, theta, growing, clients.train, t, {"rng": rngs},
-            size=args.codebook_size,
+            client_codewords, theta, growing, clients.train, t, {"k": clients.ids.tolist()},
+            size=args.codebook_size, seed=args.seed, t=t,
         )  # fmt: skip
         trainer.count(growing, 1, words[0].numel())
         trainer.model.codebook.extend(words.flatten(0, 1))  # map() has given the model theta

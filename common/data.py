@@ -49,7 +49,7 @@ class Dataset:
     train: Tensor
     test: Tensor
     classes: list
-    domain: Tensor | None = None
+    domain: Tensor = None
     domains: list = field(default_factory=list)
     extra: dict = field(default_factory=dict)
     source: int | None = None
@@ -100,7 +100,8 @@ def rotated(data, angles, seed=0):
 
     An angle is in degrees, counter-clockwise, and becomes the domain of its images (Guo et al.,
     F.1: RotatedMNIST; Zhang et al., section 4). Training and test images are divided separately, so
-    that both have all angles. The interpolation is bilinear, and the corners become zero.
+    that both have all angles. The interpolation is bilinear, and the corners become zero. Returns
+    another Dataset.
     """
     from torchvision.transforms.functional import InterpolationMode, rotate  # slow to import
 

@@ -59,7 +59,8 @@ def image_folder(folder, image_size):
     rare = [name for name in classes if holders[name] < (len(domains) or 2)]
     if rare and not domains:
         raise UserError(
-            f"{folder}: {few(rare)} has no training or no test image: add some, or remove the class"
+            f"{folder}: {few(rare)} has no training or no test image: add some, or "
+            "remove the class, or a test/ without labels"
         )
     train, test = torch.arange(len(rows)).tensor_split([len(rows) - part_of.count("test")])
     understood = {
@@ -75,7 +76,7 @@ def image_folder(folder, image_size):
     pictures = {hash(image.numpy().tobytes()) for image in x}
     copies = len(x) - min(len(pictures), len({image.with_suffix("") for image in images}))
     if copies:
-        say(f"{folder}: {copies} images are copies of others, perhaps of those for testing")
+        say(f"{folder}: {copies} images are as others, or have their name: are these for testing?")
     return {
         "x": x, "y": torch.tensor([classes.index(name) for name in class_of]),
         "train": train, "test": test, "classes": classes, "domains": domains,

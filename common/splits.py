@@ -1,6 +1,8 @@
 """Which client holds which samples: labels or domains -> clients, each a tensor of positions.
 
-Every function's result depends only on its arguments.
+Every function's result depends only on its arguments. Here `pool`, `samples` and what a function
+returns are int64 positions in the data set, `labels` and `domain` are int64 [n], `clients` is how
+many there are, or for each one its samples, and rng is a numpy Generator.
 """
 
 from dataclasses import dataclass, replace
@@ -14,14 +16,13 @@ from common import UserError, random_at
 MIN_SIZE = 10  # every client has at least this many samples
 MEAN_SIZE = 30  # by default there are so few clients that they have this many on average
 RARE = 3  # how many classes are rare in the partition rare
-Parts = list[Tensor]  # for each client the positions of its samples in the data set, int64
 
 
 @dataclass
 class Clients:
     """All N clients. The first M of them participate; the others never train.
 
-    train, test    each client's training and test samples
+    train, test    each client's training and test samples, int64 positions in the data set
     participating  M; these clients have the ids 0 .. M-1, so an id is also the row in a table
     per_round      K, how many of the participating clients a method selects per round
     groups         for each client what it has in common with others, such as its domain, or ""
@@ -31,13 +32,13 @@ class Clients:
                    changes labels later counts them again
     """
 
-    train: Parts
-    test: Parts
+    train: list
+    test: list
     participating: int
     per_round: int
     groups: list
     tests: dict
-    label_counts: Tensor | None = None
+    label_counts: Tensor = None
 
     @property
     def ids(self):

@@ -6,8 +6,8 @@ in their order, then its floating-point buffers (the statistics of batch norm).
 """
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from types import MethodType
 
 import torch
@@ -106,12 +106,16 @@ class LocalTraining:
 class Trainer:
     """Local training and evaluation of these clients, with one model for all of them.
 
+    data            a Dataset, whose images and labels go to the device; `y` is a copy
+    clients         see splits.Clients
+    model           a module; it gets the weights of whoever trains or is evaluated
+    local           a LocalTraining, which may be set anew in each round
+    seed            of all draws of batches
     precision       "bfloat16": the model's forward pass runs under autocast, while weights, losses
                     and the server stay in float32; "float32": see devices.set_up
     rounds          evaluate() measures in this round, and in every `evaluate_every`-th one
     progress        called with a round and the share of its training that has just been done
 
-    initial         the model's weights at the start, theta [P]
     parameters      how many of theta's P numbers are parameters; they come before the statistics
     samples         how many training samples all clients have processed so far
     megabytes       how much has gone between the server and the clients so far, up and down
@@ -131,13 +135,12 @@ class Trainer:
         rounds=None,
         progress=lambda t, share: None,
     ):
-        self.x, self.y, self.labels = data.x.to(device), data.y.to(device), data.y
+        self.x, self.y, self.labels = data.x.to(device), data.y.to(device, copy=True), data.y
         self.classes = len(data.classes)
         self.clients, self.device = clients, torch.device(device)
         self.model = model.to(device, memory_format=torch.channels_last)
         self.local, self.seed = local or LocalTraining(), seed
         self.evaluate_every, self.rounds, self.progress = evaluate_every, rounds, progress
-        self.initial = get_weights(self.model)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.samples, self.megabytes, self.t, self.walked = 0, 0.0, 0, 0
         # Autocast for the forward pass alone, because FedIIR computes gradients inside of its loss
@@ -149,6 +152,15 @@ class Trainer:
         most = 5_000_000 // data.x[0, 0].numel()  # by pixels: 99 images of 224 x 224
         # The batch size of the evaluation
         self.chunk = max(1, min(most, 1000 if self.device.type == "cuda" else 250))
+
+    @cached_property
+    def initial(self):
+        """The weights [P] that the model had before the trainer gave it others."""
+        return get_weights(self.model)
+
+    def _load(self, theta):
+        _ = self.initial  # before it is overwritten
+        set_weights(self.model, theta)
 
     def batch(self, positions):
         """The samples at these positions: images as float32 in -1..1, and their labels."""
@@ -166,7 +178,7 @@ class Trainer:
         sent=None,
         **options,
     ):
-        """The selected clients, int64 [K], train from theta in round t, each on its own samples.
+        """The selected clients, int64 [K], train from theta [P] in round t, on their own samples.
 
         client_update  called as client_update(model, batches, optimizer, ...), where the model has
                        the weights theta; trains it on the batches (x, y), and returns the mean loss
@@ -182,6 +194,8 @@ class Trainer:
         """
         selected, m = torch.as_tensor(selected, dtype=torch.long), self.clients.participating
         self.t = t
+        if t and not len(selected):  # the average of nothing would be a model of zeros
+            raise UserError(f"nobody was selected in round {t}: select one client at least")
         if (selected >= m).any():
             raise UserError(f"round {t} selects {selected.tolist()}: only 0 to {m - 1} participate")
         sizes = [len(self.clients.train[k]) for k in selected]
@@ -192,7 +206,7 @@ class Trainer:
         def train_one(i):
             k = int(selected[i])
             self.walked = 0  # how many samples its batches have had
-            set_weights(self.model, theta)
+            self._load(theta)
             self.model.train()
             batches, optimizer = Batches(self._batches(k, t)), self._optimizer()
             own = self._own(per_client, k)
@@ -240,6 +254,7 @@ class Trainer:
     ):
         """What `function` computes for each of these clients, int64 [K].
 
+        samples   for each client id the positions of the samples that it computes on, int64
         function  called as function(model, batches, ...), where the model already has the weights
                   theta, and the batches are all of samples[client], in order; returns a tensor or
                   a tuple of tensors
@@ -249,23 +264,22 @@ class Trainer:
         Returns for each of these tensors the results of the K clients, [K, ...]. Raises RunError if
         one is not finite.
         """
-        set_weights(self.model, theta)
+        self._load(theta)
 
-        def compute(i, own):
+        def compute(i):
             k = int(ids[i])
             self.model.eval()
             pieces = samples[k].to(self.device).split(self.chunk)
             batches = Batches(self.batch(piece) for piece in pieces)
+            own = self._own(per_client, k)
             with seeded(self.device, self.seed, "evaluation", t, k):
                 found = function(self.model, batches, **own, **options)
             return found if isinstance(found, tuple) else (found,)
 
         mine = self._mine(theta, ids, [len(samples[k]) for k in ids])
-        owns = [self._own(per_client, int(k)) for k in ids]
-        again = deepcopy(owns[:1])  # before a generator among them is drawn from
-        columns = zip(*ranks.gather({i: compute(i, owns[i]) for i in mine}), strict=True)
+        columns = zip(*ranks.gather({i: compute(i) for i in mine}), strict=True)
         results = [finite(torch.stack(column).to(self.device)) for column in columns]
-        self._check(t, ids, lambda: compute(0, *again), [result[0] for result in results])
+        self._check(t, ids, lambda: compute(0), [result[0] for result in results])
         return results
 
     def _mine(self, theta, ids, sizes):
@@ -356,8 +370,6 @@ class Trainer:
         rare_selected    which share of them holds a rare class, if there are rare classes
         """
         clients = self.clients
-        if not len(selected):  # the average of nothing would be a model of zeros
-            raise UserError(f"nobody was selected in round {t}: select one client at least")
         row = {"selected": selected, "train_loss": losses.mean(), **self.cost()}
         if not self.is_due(t):
             return row
@@ -385,7 +397,7 @@ class Trainer:
         RunError if a loss is not finite, because the largest of NaN logits would count as class 0,
         and UserError as for train().
         """
-        set_weights(self.model, theta)
+        self._load(theta)
         self.model.eval()
         batches, results = samples.to(self.device).split(self.chunk), {}  # all in one copy
         for i in self._mine(theta, range(len(batches)), [len(batch) for batch in batches]):

@@ -26,7 +26,7 @@ def read(folder):
         text = text.replace(",", ".").replace(";", ",")
     rows = []
     for line in csv.DictReader(text.splitlines()):
-        numbers = {c: float(line[c]) for c in [*table.COLUMNS, "norm"] if line.get(c)}
+        numbers = {c: float(line[c]) for c in table.COLUMNS if line.get(c)}
         rows.append({"round": int(line["round"]), **numbers})
     assert rows and None not in line.values(), "metrics.csv is empty, or cut off"
     args = Namespace(**about["flags"])

@@ -190,10 +190,10 @@ def test_pixels_labels_and_parts_belong_together(pets, tmp_path, capsys):
     assert one.fingerprint() == again.fingerprint()  # the fifth for testing is always the same
     (split / "Train/cat/again.png").symlink_to(split / "test/cat/0.png")
     image_folder(split, 8)
-    assert "1 images are copies of others" in capsys.readouterr().err
+    assert "1 images are as others" in capsys.readouterr().err
     Image.new("RGB", (8, 8)).save(split / "Train/cat/0.webp")  # 0.png in another format
     image_folder(split / "Train", 8)
-    assert "1 images are copies of others" in capsys.readouterr().err
+    assert "1 images are as others" in capsys.readouterr().err
 
 
 def test_its_clients_train_in_two_processes(pets, tmp_path):

@@ -249,6 +249,20 @@ def test_a_changed_line_is_the_same_run_anywhere_or_is_refused(
         assert outcome(start(method(), "--resume cut")) == expected
 
 
+def test_what_is_drawn_before_the_loop_changes_no_round(start, start_and_stop, monkeypatch):
+    rounds = fedavg.federate
+
+    def federate(*given):
+        speed = random.random()
+        for state, row in rounds(*given):
+            yield state, row | {"mine": [speed, random.random()]}
+
+    monkeypatch.setattr(fedavg, "federate", federate)
+    expected = outcome(start(fedavg, CUTS[fedavg] + "--no-compare"))
+    start_and_stop(fedavg, CUTS[fedavg] + "--no-compare --out cut", 4, "cut")
+    assert outcome(start(fedavg, "--resume cut")) == expected
+
+
 KEPT = [itertools.count(1).__next__, lambda: time.perf_counter_ns() % 1000, os.getpid]
 
 
@@ -592,8 +606,9 @@ def test_variables_that_change_beside_the_state_are_named(start, monkeypatch, ca
     monkeypatch.setattr(fedavg, "federate", federate)
     start(fedavg, CUTS[fedavg] + "--no-compare")
     names = re.findall(r"(.*) changes, but", capsys.readouterr().err)
-    expected = "best of federate(), clients.groups, test_run.SEEN_BY_MODULE, trainer.mine, "
-    assert sorted({*", ".join(names).split(", ")}) == f"{expected}trainer.model.of_part".split(", ")
+    expected = "best of federate(), clients.groups, test_run.SEEN_BY_MODULE, "
+    expected += "trainer.mine of federate(), trainer.model.of_part"
+    assert sorted({*", ".join(names).split(", ")}) == expected.split(", ")
 
 
 LATE = {  # flags that the trainer has read already, and code that a run has not seen at its start
@@ -683,11 +698,11 @@ def test_another_machine_is_named_and_the_run_goes_on(
     file.write_text(re.sub(r'torch": "', "\\g<0>1.", file.read_text()))
     Path("cut/metrics.csv").write_text("round,train_loss\n2,9.9\n")  # its last digits may differ
     capsys.readouterr()
-    monkeypatch.setattr(fedavg, "SMALL", torch.ones(2))
+    monkeypatch.setattr(fedavg, "SMALL", SimpleNamespace(read=torch.ones(2)))
     assert outcome(start(fedavg, "--resume cut")) == expected
     said = capsys.readouterr().err
     assert re.search(r"cut began with torch 1\.2.*, fedavg.SMALL \w{7}, so", said)
-    assert re.search(r'"torch": "1\.2.*, then 2(.|\n)*, then \[1.0, 1.0\]"', file.read_text())
+    assert re.search(r'"torch": "1\.2.*, then 2(.|\n)*, then \w{7}"', file.read_text())
 
 
 @pytest.mark.parametrize("file", ["checkpoint.pt", "next.pt"])
@@ -696,8 +711,7 @@ def test_a_damaged_checkpoint_costs_rounds_and_no_run(start_and_stop, start, who
     start_and_stop(fedavg, CUTS[fedavg] + "--no-compare --out cut", 3, "cut")
     Path("cut", file).write_bytes(b"PK")
     assert outcome(start(fedavg, "--resume cut")) == expected
-    assert f"{file} cannot be read" in (said := capsys.readouterr().err)
-    assert ("no checkpoint, so it begins with round 1" in said) == (file == "checkpoint.pt")
+    assert f"{file} cannot be read" in capsys.readouterr().err
 
 
 def test_several_seeds_that_stop_before_the_first_round_can_go_on(start, monkeypatch):

@@ -17,6 +17,18 @@ from common.runner.watch import Watch
 from common.train import LocalTraining, Trainer
 
 
+class State(dict):
+    """The state that federate() gets. Where it reads the round, that round's draws begin.
+
+    So they do not depend on what it has drawn before, which is the same after a resume.
+    """
+
+    def get(self, name, default=None):
+        if name == "t":
+            self.begin()
+        return super().get(name, default)
+
+
 def build_model(args, shape, classes):
     """The model of these flags for images of this shape (channels, height, width)."""
     return models.build(args.model, shape, classes, args.width, pretrained=args.pretrained)
@@ -125,8 +137,10 @@ def run(args, federate, label, baselines, prediction, shows_in, build=build_mode
             vars(trainer).update({name: run.rows[-1].get(name, 0) for name in trainer.cost()})
         else:
             plots.clients(run)
-        rounds = () if run.ended else federate(own, clients, trainer, run.state)
-        devices.seed_all(own.seed, "round", run.t + 1)
+        state = State(run.state)
+        state.begin = partial(devices.seed_all, own.seed, "round", run.t + 1)
+        rounds = () if run.ended else federate(own, clients, trainer, state)
+        devices.seed_all(own.seed, "start")
         try:
             for state, row in rounds:
                 run.record(state, row)

@@ -133,14 +133,7 @@ def add_shared_flags(parser, example):
 # fmt: on
 
 
-def parse(
-    file,
-    doc,
-    settings,
-    small,
-    own_flags,
-    argv=None,
-):
+def parse(file, doc, settings, small, own_flags, argv=None):
     """The flags of the method in this file.
 
     doc        the method file's docstring; its first paragraph begins the help
@@ -209,9 +202,13 @@ def code_of(file, weights=""):
     files = {file, *(module.__file__ for module in own_modules().values())}
     files.update(filter(isfile, [weights]), map(str, Path(__file__).parents[1].rglob("*.py")))
     here = Path(file).parent
-    contents = {f: Path(f).read_bytes() for f in sorted(files)}
-    codes = {f: re.sub(rb"(?m)^\s*(#.*)?\n|  #.*", b"", text) for f, text in contents.items()}
-    return {relpath(f, here): sha1(codes[f]).hexdigest()[:7] for f in codes}
+    found = {}
+    for f in sorted(files):
+        code = Path(f).read_bytes()
+        if f.endswith(".py"):  # a comment with a quote counts, because it may be part of a text
+            code = re.sub(rb"(?m)\r|^\s*(#.*)?\n| +#[^\"'\n]*$", b"", code)
+        found[relpath(f, here)] = sha1(code).hexdigest()[:7]
+    return found
 
 
 def defaults(method, words=""):

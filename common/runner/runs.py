@@ -54,14 +54,7 @@ class Run:
     if the folder is taken, if it belongs to other data, or if the ranks do not fit together.
     """
 
-    def __init__(
-        self,
-        args,
-        data,
-        clients,
-        model,
-        device,
-    ):
+    def __init__(self, args, data, clients, model, device):
         self.args, self.clients, self.folder = args, clients, Path(args.out)
         self.checkpoint, self.next = self.folder / "checkpoint.pt", self.folder / "next.pt"
         self.model, self.state, self.rows, self.t = model, {}, [], 0
@@ -112,7 +105,8 @@ class Run:
         self.machine |= began | {name: f"{began[name]}, then {now.get(name)}" for name in others}
         with suppress(Exception):  # it is missing or damaged
             lines = csv.DictReader((self.folder / "metrics.csv").read_text("utf-8").splitlines())
-            self.seen |= {} if others else {int(line["round"]): line for line in lines}
+            if all("." in name for name in others):  # which a module of the user's holds
+                self.seen |= {int(line["round"]): line for line in lines}
         for file in filter(Path.exists, (self.checkpoint, self.next)):
             try:
                 found = torch.load(file, weights_only=True, map_location=device)
@@ -123,9 +117,7 @@ class Run:
                     self.started = time.monotonic() - last["seconds"]
             except Exception as e:  # there are many types for a file that is damaged
                 say(f"{file} cannot be read ({type(e).__name__}), so more rounds may be repeated")
-        done = max(self.t, *self.seen)
-        if done > 1 > self.t:  # with two rounds there is one
-            say(f"{self.folder} has no checkpoint, so it begins with round 1")
+        done = max(self.t + (not self.ended), *self.seen)
         if done > self.total:
             raise UserError(f"{self.folder} has had {done} rounds: allow as many, or more")
         if (rounds := before["flags"]["rounds"]) != self.args.rounds:
@@ -262,8 +254,8 @@ def weights_in(state):
 def machine_of(device):
     """What a number depends on, beside flags, data and code, by name.
 
-    These are versions, the processor, and the plain values of the user's modules, which may be of
-    another file: numbers, text, and lists, dicts, tensors and arrays of them, as a hash if long.
+    These are versions, the processor, and the values of the user's modules, which may be of another
+    file: numbers, text, and lists, dicts, tensors, arrays and objects of them, as a hash if long.
     """
     chip = torch.backends.cpu.get_cpu_capability()
     chip += f" of {torch.cpu.get_capabilities().get('cpu_name')}"
@@ -273,12 +265,19 @@ def machine_of(device):
     found |= {name: version(name) for name in ("torch", "torchvision", "numpy", "scipy")}
     for place, module in own_modules().items():
         for name, value in vars(module).items():
-            if "common" not in place and "__" not in name:
+            if "common" not in place and "__" not in name and not callable(value):
                 with suppress(Exception):  # it is something else
-                    text = json.dumps(value, default=lambda value: value.tolist())
+                    text = json.dumps(value, default=_contents)
                     text = text if len(text) < 30 else sha1(text.encode()).hexdigest()[:7]
                     found[f"{Path(module.__file__).stem}.{name}"] = text
     return found
+
+
+def _contents(value):
+    """What json cannot write: a hash of an array, and the attributes of an object."""
+    if hasattr(value, "nbytes"):
+        return sha1(np.ascontiguousarray(value)).hexdigest()
+    return vars(value)
 
 
 def own_modules():
@@ -320,7 +319,7 @@ def read_args(folder):
     file = folder / "args.json"
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
-        return {**about, "flags": dict(about["flags"])}
+        return {**about, "flags": dict(about["flags"]), "machine": dict(about.get("machine", ()))}
     except Exception as e:  # there are many types for a file that is damaged
         raise RunError(f"{file} cannot be read ({first_line(e)}): {ANEW}") from e
 
@@ -339,8 +338,8 @@ def refuse_others(folder, saved, flags):
     pairs = {name: (saved[name], flags[name]) for name in names}
     if names := sorted(name for name, (a, b) in pairs.items() if a != b and str(a) != str(b)):
         raise UserError(
-            f"{folder} differs in {few(names)}: undo that (its args.json has the old values), or "
-            "start a new run (another seed may have a folder of its own inside)"
+            f"{folder} differs in {few(names)}: undo that (for flags see its args.json), or start "
+            "a new run (another seed may have a folder of its own inside)"
         )
 
 

@@ -163,10 +163,5 @@ def report(rows):
         print("  ".join(map(str.ljust, cells, widths)).rstrip())
     if "±" in str(lines):
         print("±: standard deviation over the seeds; brackets: 95 % interval of paired differences")
-    norms = {label: [run.rows[-1].get("norm", run) for run in runs] for label, runs in rows.items()}
-    *others, last = rows
-    for label in others:
-        if norms[label] == norms[last]:
-            print(f"{label} and {last} end with the same model, as far as its norm can show")
     if different := unlike(rows):
         print(f"Not the same in all rows: {different}")

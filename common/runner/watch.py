@@ -34,7 +34,7 @@ class Watch:
     def __init__(self, modules, folder, trainer):
         self.modules, self.folder, self.trainer, self.first = modules, folder, trainer, {}
         self.places = {name: modules[name] for name in modules if "common" not in name}
-        self.places["clients"], self.own = trainer.clients, {*vars(trainer)}
+        self.places["clients"], self.own = trainer.clients, {*vars(trainer), "initial"}
 
     def look(self, rounds, state):
         """Says what has changed since the first look. Raises UserError for a late import.
@@ -69,24 +69,24 @@ class Watch:
         loop. Of a model, whose weights somebody sets, only another one counts. What cannot be
         pickled is left out.
         """
-        found, names, of_trainer = {}, set(), vars(self.trainer)
-        kept = {f"trainer.{name}": of_trainer[name] for name in of_trainer.keys() - self.own}
+        kept, found, of_trainer = {}, {}, vars(self.trainer)
+        here = {f"trainer.{name}": of_trainer[name] for name in of_trainer.keys() - self.own}
+        names = {*here}
         for name, part in self.trainer.model.named_modules(prefix="trainer.model"):
             if type(part).__module__ in self.modules:
                 self.places[name] = part
         for place, holder in self.places.items():
             kept |= {f"{place}.{name}": value for name, value in vars(holder).items()}
         with suppress(Exception):  # no generator, or no source
-            here, source = rounds.gi_frame.f_locals, inspect.getsource(rounds.gi_code)
+            here |= rounds.gi_frame.f_locals
+            source = inspect.getsource(rounds.gi_code)
             for statement in ast.parse(dedent(source)).body[0].body:
                 parts = [*ast.walk(statement)]
                 if any(isinstance(part, ast.Yield) for part in parts):
                     break
                 if not isinstance(statement, ast.For | ast.While | ast.FunctionDef):
-                    targets = [to for part in parts for to in getattr(part, "targets", [])]
-                    for part in (part for to in targets for part in ast.walk(to)):
-                        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                            names.add(part.id)
+                    stored = [p for p in parts if isinstance(getattr(p, "ctx", None), ast.Store)]
+                    names.update(getattr(part, "id", "") for part in stored)
             yielded = {*state, *(id(value) for value in state.values() if type(value) is not int)}
             for name in names & here.keys():
                 if name not in yielded and id(here[name]) not in yielded:
