@@ -2,9 +2,9 @@
 
 A run can be killed at any time, and goes on with `--resume`: each file is written whole, and the
 checkpoint is some 30 seconds old. A new one, next.pt, takes its place when the round after it has
-ended. So a resumed run repeats a round at least, and notices if it comes out otherwise. While it
-repeats rounds, nothing in the folder changes. At the end next.pt is the last state, and a run that
-is made longer goes on from the checkpoint before that.
+ended, or when a resumed run has repeated its round. So a resumed run mostly repeats a round, and
+notices if it comes out otherwise. While it repeats rounds, nothing in the folder changes. At the
+end next.pt is the last state, and a run that is made longer goes on from the checkpoint before.
 """
 
 import csv
