@@ -221,10 +221,12 @@ class Trainer:
                 ) from e
             for p, learns in zip(self.model.parameters(), learning):
                 p.requires_grad, p.grad = learns, None
-            if loss is None:
-                raise UserError("client_update returns nothing: return the mean loss, a number")
+            try:
+                loss = torch.as_tensor(loss).view(1)
+            except Exception as e:  # of None, a tuple or a dict
+                raise UserError("client_update returns no number: return the mean loss") from e
             uploads[i, -1] = self.walked
-            return torch.cat([get_weights(self.model), torch.as_tensor(loss).view(1).to(theta)])
+            return torch.cat([get_weights(self.model), loss.to(theta)])
 
         for i in mine:
             uploads[i, :-1] = train_one(i)

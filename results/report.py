@@ -24,6 +24,7 @@ def read(folder):
     text = (folder / "metrics.csv").read_text(encoding="utf-8-sig")
     if ";" in text:  # a spreadsheet has saved it, and may have written 0,5 for 0.5
         text = text.replace(",", ".").replace(";", ",")
+    csv.field_size_limit(2**31 - 1)  # a column may hold a whole model
     rows = []
     for line in csv.DictReader(text.splitlines()):
         numbers = {c: float(line[c]) for c in table.COLUMNS if line.get(c)}

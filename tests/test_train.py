@@ -106,7 +106,7 @@ def test_only_participating_clients_train_and_at_least_one(trainer, capsys):
     """Of nobody's weights the sum would be 0, and of three clients the ids are 0 to 2."""
     with pytest.raises(UserError, match=r"round 1 selects \[0, 3\]: only 0 to 2 participate"):
         trained(trainer, (0, 3))
-    with pytest.raises(UserError, match="client_update returns nothing"):
+    with pytest.raises(UserError, match="client_update returns no number"):
         trained(trainer, update=print)
     say_once.cache_clear()
     trained(trainer, (1,), update=lambda *_: 0)

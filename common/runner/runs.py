@@ -100,8 +100,7 @@ class Run:
         began, now = before["machine"], self.machine
         others = [name for name in began if began[name].split(", then ")[-1] != now.get(name)]
         if others:
-            was = few([f"{name} {began[name]}" for name in others])
-            say(f"{self.folder} began with {was}, so its numbers may differ")
+            say(f"{self.folder} began with another {few(others)}, so its numbers may differ")
         self.machine |= began | {name: f"{began[name]}, then {now.get(name)}" for name in others}
         with suppress(Exception):  # it is missing or damaged
             lines = csv.DictReader((self.folder / "metrics.csv").read_text("utf-8").splitlines())
