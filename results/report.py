@@ -56,9 +56,7 @@ def row(folder):
     if different := table.differing(settings):
         raise UserError(f"{folder} is no row, because its runs differ: {different}")
     if different := table.differing(machines):
-        print(
-            f"{folder} has runs that differ in more than their seed: {different}", file=sys.stderr
-        )
+        print(f"{folder}: its runs differ in {different}", file=sys.stderr)
     return runs
 
 

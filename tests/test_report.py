@@ -171,7 +171,7 @@ def test_what_rows_do_not_share_is_named(tmp_path, printed, case):
     found = printed("a", "b")
     *_, last = found.out.splitlines()
     assert last == f"Not the same in all rows:{says}" if says else "Not the same" not in last
-    assert re.search(r"more than their seed: torch 2\.1[45] \(0\), 2\.16 \(1\)", found.err)
+    assert re.search(r"its runs differ in torch 2\.1[45] \(0\), 2\.16 \(1\)", found.err)
 
 
 def test_a_file_that_a_spreadsheet_saved_is_read(tmp_path, compared):
