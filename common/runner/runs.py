@@ -305,12 +305,13 @@ def write_whole(file, content):
 
 def write_args(folder, about, goes_on):
     """Writes args.json. A new run has the folder if it can create this file."""
-    file = folder / "args.json"
-    if not goes_on:
-        check_free(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        file.touch(exist_ok=False)
-    write_whole(file, json.dumps(about, indent=1, default=str) + "\n")  # of a Path, say
+    file, text = folder / "args.json", json.dumps(about, indent=1, default=str)  # of a Path, say
+    if goes_on:
+        return write_whole(file, f"{text}\n")
+    check_free(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(file, "x") as new:
+        new.write(text)  # at once, because a kill must not leave an empty file
 
 
 def read_args(folder):

@@ -19,7 +19,7 @@ from common import UserError
 from common.folders import few, say_once
 from common.runner.runs import own_modules
 
-OF_MODEL = "_modules", "_parameters", "_buffers", "training", "forward"  # of each nn.Module
+OF_MODEL = "_parameters", "_buffers", "training"  # of each nn.Module
 
 
 class Watch:
