@@ -178,6 +178,7 @@ class Run:
                     "stopped: does federate() begin after state['t'], yield all that it needs, and "
                     "run on the same processor? (Call a clock's column my_seconds)"
                 )
+        # Twice in a row, because rounding may give two models the same norm
         if [r["norm"] for r in self.rows[-2:]] == 2 * [row["norm"]]:
             say_once("\nthe model is that of the round before")
         seconds = round(time.monotonic() - self.started, 2)
