@@ -132,8 +132,6 @@ def by_class(labels, partition, classes, clients, rng):
     All clients together hold half of the samples, and no sample has two owners. Returns positions
     in `labels`, int64. Raises UserError if the samples of a class are too few.
     """
-    if partition == "rare" and classes <= RARE:
-        raise UserError(f"--partition rare needs more than {RARE} classes: choose another one")
     every = list(range(classes))
     if partition == "specialists":
         ones, others = [[k % classes] for k in range(3 * clients // 4)], every
@@ -146,7 +144,8 @@ def by_class(labels, partition, classes, clients, rng):
         mine = left[torch.isin(labels[left], torch.tensor(wanted[k]))][:size]
         if len(mine) < size:
             raise UserError(
-                f"too few samples of the classes {wanted[k]}: change --clients or --partition"
+                f"--partition {partition}: too few samples for a client that should hold {size} of "
+                f"{len(wanted[k])} classes: change --clients or --partition"
             )
         parts[k], left = mine, left[~torch.isin(left, mine)]
     return [parts[k] for k in range(clients)]

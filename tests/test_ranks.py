@@ -294,8 +294,13 @@ def test_a_machine_that_finds_no_other_is_one_line_that_says_what_to_do(tmp_path
 # -------------------------------------------------------------------------------- who does what
 
 
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"}
-TORCHRUN |= {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+}
 
 
 @pytest.mark.parametrize(("missing", "expected"), [("", (1, 2)), ("TORCHELASTIC_RUN_ID", (0, 1))])

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -432,8 +433,8 @@ fedavg --seed 1 --seed 2 -> --seed is given twice
 fedavg --rotate=0 --rotate=9 -> --rotate is given twice
 fediir --test-domain mono --dataset glyphs --model resblocks -> has batch norm
 fediir --dataset some/folder --model convnet --clients 4 -> --test-domain is missing
-minimax_select --clients 3 -> too few samples of the classes
-minimax_select --dataset colours --clients 8 --partition rare -> rare needs more than 3 classes
+minimax_select --clients 3 -> too few samples for a client that should hold 2000 of 1 classes
+minimax_select --dataset colours --clients 8 --partition rare -> should hold 224 of 0 classes
 fedavg --partition iid --clients 1201 -> 1201 --clients need 10 of 12000 samples each: lower
 fediir --partition domain --clients 1 --dataset glyphs -> --clients 1 is fewer than the
 fedavg --clients 9 --sample 5 -> --sample 5: only 4 of 9 clients participate; lower it, or raise
@@ -691,18 +692,35 @@ def test_a_run_does_not_go_on_with_other_flags_or_data(whole, refused, monkeypat
 def test_another_machine_is_named_and_the_run_goes_on(
     start, start_and_stop, whole, capsys, monkeypatch
 ):
-    """Or another value in the user's module, which it has read from a file."""
+    """Or another value in the user's module, which it has read from a file.
+
+    So is another version of a package that it imports, such as pytest.
+    """
     expected = outcome(whole(fedavg))
     start_and_stop(fedavg, CUTS[fedavg] + "--no-compare --out cut", 3, "cut")
     file = Path("cut/args.json")
     file.write_text(re.sub(r'torch": "', "\\g<0>1.", file.read_text()))
     Path("cut/metrics.csv").write_text("round,train_loss\n2,9.9\n")  # its last digits may differ
     capsys.readouterr()
-    monkeypatch.setattr(fedavg, "SMALL", SimpleNamespace(read=torch.ones(2)))
+    monkeypatch.setattr(fedavg, "SMALL", torch.ones(2))
     assert outcome(start(fedavg, "--resume cut")) == expected
     said = capsys.readouterr().err
     assert "cut began with another torch, fedavg.SMALL, so" in said
-    assert re.search(r'"torch": "1\.2.*, then 2(.|\n)*, then \w{7}"', file.read_text())
+    about = file.read_text()
+    assert re.search(r'"torch": "1\.2.*, then 2(.|\n)*, then \w{7}"', about)
+    assert f'"pytest": "{pytest.__version__}"' in about
+
+
+@pytest.mark.parametrize(
+    "build", [torch.tensor, torch.nn.Softmax, lambda x: {str(x)}, lambda x: partial(max, x)]
+)
+def test_a_value_of_a_module_is_recorded(monkeypatch, build):
+    """Such as a loss that a factor from a file has built."""
+    found = []
+    for x in (1, 1, 2):
+        monkeypatch.setattr(fedavg, "SMALL", build(x))
+        found.append(runs.machine_of(torch.device("cpu"))["fedavg.SMALL"])
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize("file", ["checkpoint.pt", "next.pt"])

@@ -98,18 +98,15 @@ def test_entropy_is_that_of_the_mean_over_passes(rng):
     assert np.allclose(predictive_entropy(p), scipy.stats.entropy(p.mean(0), axis=1), atol=1e-12)
 
 
-WRONG = {
-    "logits": torch.log, "nan": lambda p: p * torch.nan,
-    "below 0": lambda p: p + torch.tensor([2, -1, -1]), "one pass": lambda p: p[0],
-}  # fmt: skip
+WRONG = "p.log()", "p * torch.nan", "p + torch.tensor([2, -1, -1])", "p[0]"
 
 
-@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("wrong", WRONG)
 def test_entropy_refuses_what_is_no_distribution(wrong, rng):
     p = torch.from_numpy(rng.standard_normal((4, 30, 3))).softmax(2)
     assert predictive_entropy(p.half()).min() > 0  # rounding is no mistake
     with pytest.raises(ValueError, match="sum to 1"):
-        predictive_entropy(wrong(p))
+        predictive_entropy(eval(wrong, {"torch": torch, "p": p}))
 
 
 def test_threshold_on_a_worked_example():

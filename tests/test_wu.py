@@ -101,17 +101,17 @@ def test_rounding_makes_no_vertices(rng, weights):
     assert found.tolist() == [i for i in range(40) if is_vertex(plane, i)]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "unit"),
-    [(torch.float16, 1), (torch.bfloat16, 1e30), (torch.float32, 1e30), (torch.float32, 1e-30),
-     (torch.float64, 1e30), (torch.float64, 1e-100)],
-)  # fmt: skip
-def test_selections_are_right_for_any_type_and_length(dtype, unit, rng):
+OF_TYPES = "float16 1, bfloat16 1e30, float32 1e30, float32 1e-30, float64 1e30, float64 1e-100"
+
+
+@pytest.mark.parametrize("of_type", OF_TYPES.split(", "))
+def test_selections_are_right_for_any_type_and_length(of_type, rng):
     """Squared lengths need not fit into the type of the updates, nor these into float32."""
+    dtype, unit = of_type.split()
     g = normal(rng, 12, 400).double()
     g[5] *= 50_000 / g[5].norm()
-    g = (unit * g).to(dtype)
-    exact, held = g.double() / unit, g.clone().requires_grad_()
+    g = (float(unit) * g).to(getattr(torch, dtype))
+    exact, held = g.double() / float(unit), g.clone().requires_grad_()
     worst = largest_by_numpy(exact).round(6)  # two that are each other's nearest are a tie
     for k, (best, mirror) in product((1, 4, 11), ((min, False), (max, True))):
         subsets = combinations(range(12), k)  # equation 16

@@ -85,9 +85,6 @@ def run(args, federate, label, baselines, prediction, shows_in, build=build_mode
             side.out += f"-{name.lower().replace(' ', '-')}"
             sides.append(side)  # its own rounds may be fewer, as many as its method came to
     modules = own_modules()
-    # The method's folder, or where Python was started
-    method = modules.get(args.method, modules.get("__main__"))
-    folder = f"{Path(getattr(method, '__file__', 'here')).resolve().parent}/"
     if ranks.LOCAL_RANK:  # the first one may download the data
         ranks.exchange(None)
     dataset = data.load(args.dataset, args.data_dir, args.image_size)
@@ -132,7 +129,7 @@ def run(args, federate, label, baselines, prediction, shows_in, build=build_mode
             dataset, clients, model, device, local_training(own), own.seed, own.precision,
             own.evaluate_every, own.rounds, progress,
         )  # fmt: skip
-        watch = Watch(modules, folder, trainer)
+        watch = Watch(modules, trainer)
         if run.rows:
             vars(trainer).update({name: run.rows[-1].get(name, 0) for name in trainer.cost()})
         else:

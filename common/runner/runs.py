@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import time
 from contextlib import suppress
+from functools import partial
 from hashlib import sha1
 from importlib.metadata import version
 from pathlib import Path
@@ -98,10 +99,10 @@ class Run:
         saved = {**before["flags"], "out": self.args.out, "data": before["data"]}
         refuse_others(self.folder, saved, {**vars(self.args), "data": self.data})
         began, now = before["machine"], self.machine
-        others = [name for name in began if began[name].split(", then ")[-1] != now.get(name)]
+        others = [name for name in began if began[name] != now.get(name)]
         if others:
             say(f"{self.folder} began with another {few(others)}, so its numbers may differ")
-        self.machine |= began | {name: f"{began[name]}, then {now.get(name)}" for name in others}
+        self.machine |= {name: f"{began[name]}, then {now.get(name)}" for name in others}
         with suppress(Exception):  # it is missing or damaged
             lines = csv.DictReader((self.folder / "metrics.csv").read_text("utf-8").splitlines())
             if all("." in name for name in others):  # which a module of the user's holds
@@ -155,7 +156,7 @@ class Run:
         self.state, self.t, row = state, state["t"], {**row, "norm": weights_in(state).norm()}
         confusion = row.pop("confusion", None)
         if confusion is not None:
-            self.confusion = confusion
+            self.confusion = confusion.cpu()
             row |= {"predicted": confusion.sum(0), "hits": confusion.diagonal()}
         plain = {column: _plain(value) for column, value in row.items() if value is not None}
         if wrong := [column for column in plain if plain[column] is None]:
@@ -219,11 +220,9 @@ class Run:
         ranks.agree({"last round": self.t}, "", "end by what they share, and by no clock")
         self._write_metrics()  # in its place may be those of more rounds
         if self.confusion is not None:
-            self.confusion = self.confusion.cpu()
-            lines = [["class", *(f"called {name}" for name in self.classes)]]
-            for name, counts in zip(self.classes, self.confusion.tolist()):
-                lines.append([name, *counts])
-            self._write("confusion.csv", _csv(lines))
+            header = ["class", *(f"called {name}" for name in self.classes)]
+            lines = zip(self.classes, *self.confusion.T.tolist())
+            self._write("confusion.csv", _csv([header, *lines]))
         if not self.ended:
             train.set_weights(self.model, weights_in(self.state))
             self._write("model.pt", {key: t.cpu() for key, t in self.model.state_dict().items()})
@@ -254,8 +253,9 @@ def weights_in(state):
 def machine_of(device):
     """What a number depends on, beside flags, data and code, by name.
 
-    These are versions, the processor, and the values of the user's modules, which may be of another
-    file: numbers, text, and lists, dicts, tensors, arrays and objects of them, as a hash if long.
+    These are versions, also of what the user's modules import, the processor, and the values of
+    these modules, which may be of another file: numbers, text, and lists, dicts, sets, tensors,
+    arrays, objects and partial functions of them, as a hash if long.
     """
     chip = torch.backends.cpu.get_cpu_capability()
     chip += f" of {torch.cpu.get_capabilities().get('cpu_name')}"
@@ -265,8 +265,14 @@ def machine_of(device):
     found |= {name: version(name) for name in ("torch", "torchvision", "numpy", "scipy")}
     for place, module in own_modules().items():
         for name, value in vars(module).items():
-            if "common" not in place and "__" not in name and not callable(value):
-                with suppress(Exception):  # it is something else
+            if "common." in place or "__" in name:
+                continue
+            origin = getattr(value, "__module__", getattr(value, "__name__", None))
+            with suppress(Exception):  # it is not installed
+                package = origin.split(".")[0]
+                found[package] = version(package)
+            with suppress(Exception):  # it is something else
+                if not hasattr(value, "__name__"):  # as functions, classes and modules have
                     text = json.dumps(value, default=_contents)
                     text = text if len(text) < 30 else sha1(text.encode()).hexdigest()[:7]
                     found[f"{Path(module.__file__).stem}.{name}"] = text
@@ -274,18 +280,22 @@ def machine_of(device):
 
 
 def _contents(value):
-    """What json cannot write: a hash of an array, and the attributes of an object."""
+    """What json cannot write: an array's hash, a function's name, an object's attributes."""
     if hasattr(value, "nbytes"):
-        return sha1(np.ascontiguousarray(value)).hexdigest()
-    return vars(value)
+        return sha1(np.ascontiguousarray(getattr(value, "data", value))).hexdigest()
+    if isinstance(value, set):
+        return sorted(value)
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    return getattr(value, "__name__", None) or vars(value)
 
 
 def own_modules():
     """The modules that this program has imported, but of what is installed, by name."""
     installed = rf".*(site|dist)-packages|.*torchinductor|{re.escape(sysconfig.get_path('stdlib'))}"
     own = re.compile(rf"(?!{installed}).*[/\\].*\.py$")
-    imported = [*sys.modules.values()]
-    return {m.__name__: m for m in imported if own.match(getattr(m, "__file__", None) or "")}
+    imported = [*sys.modules.values(), *vars(sys.modules["__main__"]).values()]  # or by its path
+    return {m.__name__: m for m in imported if own.match(str(getattr(m, "__file__", "")))}
 
 
 def write_whole(file, content):
@@ -333,11 +343,10 @@ def refuse_others(folder, saved, flags):
     may_change = {*MAY_CHANGE, "dataset", "iterations"}  # a folder of images may have moved
     if saved.get("iterations") == 1:
         may_change |= {"rounds", "method_rounds"}
+    flags = json.loads(json.dumps(flags, default=str))  # as args.json has them
     saved, flags = ({**found, **found.get("code", {}), "code": {}} for found in (saved, flags))
     names = saved.keys() & flags.keys() - may_change
-    # A Path is text in args.json, and [0] is [0.0]
-    pairs = {name: (saved[name], flags[name]) for name in names}
-    if names := sorted(name for name, (a, b) in pairs.items() if a != b and str(a) != str(b)):
+    if names := sorted(name for name in names if saved[name] != flags[name]):
         raise UserError(
             f"{folder} differs in {few(names)}: undo that (for flags see its args.json), or start "
             "a new run (another seed may have a folder of its own inside)"

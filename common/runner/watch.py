@@ -7,6 +7,7 @@ stderr. An import inside a function is refused, because no run would record its 
 import ast
 import inspect
 import pickle
+import sys
 from contextlib import suppress
 from io import BytesIO
 from textwrap import dedent
@@ -26,13 +27,12 @@ class Watch:
     """The variables of a run, as they were when it began.
 
     modules  what the program had imported by then, by name
-    folder   the imports from this folder are the user's
     trainer  the user's attributes, and parts of the model of the user's own classes, may keep
              something, too
     """
 
-    def __init__(self, modules, folder, trainer):
-        self.modules, self.folder, self.trainer, self.first = modules, folder, trainer, {}
+    def __init__(self, modules, trainer):
+        self.modules, self.trainer, self.first = modules, trainer, {}
         self.places = {name: modules[name] for name in modules if "common" not in name}
         self.places["clients"], self.own = trainer.clients, {*vars(trainer), "initial"}
 
@@ -46,7 +46,8 @@ class Watch:
             late = [
                 name
                 for name, module in own_modules().items()
-                if name not in self.modules and module.__file__.startswith(self.folder)
+                # Where the program is; what a package imports, or a debugger, is no code of its
+                if name not in self.modules and module.__file__.startswith(sys.path[0])
             ]
             if late:
                 raise UserError(

@@ -18,13 +18,13 @@ def test_cosine_weights_on_a_worked_example():
     assert found.tolist() == pytest.approx([power / sum(powers) for power in powers])
 
 
-@pytest.mark.parametrize(("share", "left"), [(0.5, 3), (0.1, 5), (0.0, 6)])
-def test_clients_with_the_largest_entropy_never_train(finished, share, left):
-    run = finished(entropy_weighting, CUT + f"--expel {share} --sample {left}")
+@pytest.mark.parametrize("words", ["0.5 --sample 3", "0.1 --sample 5", "0.0 --sample 6"])
+def test_clients_with_the_largest_entropy_never_train(finished, words):
+    run = finished(entropy_weighting, f"{CUT}--expel {words}")
     held = run.clients.train[:6]
     shares = [run.data.y[samples].bincount() / len(samples) for samples in held]
     entropies = [-sum(q * math.log(q) for q in p.tolist() if q) for p in shares]
-    expected = sorted(sorted(range(6), key=entropies.__getitem__)[:left])
+    expected = sorted(sorted(range(6), key=entropies.__getitem__)[: int(words[-1])])
     assert run.selected == [expected] * 3
 
 
