@@ -17,7 +17,10 @@ from common.devices import seeded
 from common.folders import say_once
 from common.splits import shuffled
 
-ADVICE = "lower --lr, or the weight of the method's own penalty if it has one"
+ADVICE = (
+    "lower --lr, or the weight of the method's own penalty if it has one, or return 0, not NaN, "
+    "for what a client lacks"
+)
 
 
 class Batches:
@@ -157,7 +160,7 @@ class Trainer:
         return get_weights(self.model)
 
     def _load(self, theta):
-        _ = self.initial  # before it is overwritten
+        self.initial  # noqa: B018  (read it before it is overwritten)
         set_weights(self.model, theta)
 
     def batch(self, positions):
@@ -230,14 +233,16 @@ class Trainer:
             uploads[i, :-1] = train_one(i)
             self.progress(t, 1 / len(mine))
         ranks.add_up(uploads)
-        if any(torch.equal(upload[:-2], theta) for upload in uploads):
-            say_once("\na client has learned nothing: its weights are those that it got")
+        p = self.parameters  # the statistics of batch norm move without learning
+        if any(torch.equal(upload[:p], theta[:p]) for upload in uploads):
+            say_once("\na client has learned nothing: its parameters are those that it got")
         self.count(selected, 0, 2 * len(theta) if sent is None else 2 * sent)
         self.samples += int(uploads[:, -1].double().sum())
         # The first one, if any. A norm is infinite before the weights are
         for k in selected[~uploads.norm(dim=1).isfinite().cpu()]:
             raise RunError(f"client {k} diverged in round {t}: {ADVICE}")
         self._check(t, selected, lambda: [train_one(0)], uploads[:1, :-1])
+        self._load(theta)  # so that trainer.model is no client's, which depends on the process
         return uploads[:, :-2], uploads[:, -2]
 
     def map(
@@ -256,7 +261,7 @@ class Trainer:
         samples   for each client id the positions of the samples that it computes on, int64
         function  called as function(model, batches, ...), where the model already has the weights
                   theta, and the batches are all of samples[client], in order; returns a tensor or
-                  a tuple of tensors
+                  a tuple of tensors; numbers count as such
         per_client, options  as for train()
         t         with a client the address of random draws: a call with the same t draws the same
 
@@ -273,7 +278,7 @@ class Trainer:
             own = self._own(per_client, k)
             with seeded(self.device, self.seed, "evaluation", t, k):
                 found = function(self.model, batches, **own, **options)
-            return found if isinstance(found, tuple) else (found,)
+            return [*map(torch.as_tensor, found if isinstance(found, tuple) else (found,))]
 
         mine = self._mine(theta, ids, [len(samples[k]) for k in ids])
         columns = zip(*ranks.gather({i: compute(i) for i in mine}), strict=True)
@@ -304,7 +309,8 @@ class Trainer:
         if not all(ranks.exchange(all(map(torch.equal, again(), first)))):
             raise UserError(
                 f"client {ids[0]} comes to something else if it computes again: give it as "
-                "arguments what it keeps, draw with random_at, and use no clock"
+                "arguments what it keeps, draw with random_at, use no clock, and keep its weights "
+                "in float32"
             )
 
     def _own(self, per_client, k):
@@ -434,8 +440,5 @@ def accuracy(confusion):
 def finite(results):
     """The same results. Raises RunError if one is not finite."""
     if not results.isfinite().all():
-        raise RunError(
-            f"training diverged, the model's results are not finite: {ADVICE}, or return 0, not "
-            "NaN, for what a client lacks"
-        )
+        raise RunError(f"training diverged, the model's results are not finite: {ADVICE}")
     return results

@@ -77,14 +77,12 @@ def panels(file, found, classes, ends=()):
     found  (column, its name, label -> (rounds, numbers [runs, rounds])) of each panel
     ends   rounds with a vertical line, because UEFL adds words after them
     """
-    # In one of the panels is enough, because they have one legend
-    several = any(len(values) > 1 for *_, of in found for _, values in of.values())
     with picture(file, 2.6 * len(found), 2.9) as figure:
         all_axes = figure.subplots(1, len(found), squeeze=False)[0]
         for axes, (column, name, of_labels) in zip(all_axes, found):
             for i, (label, (at, values)) in enumerate(of_labels.items()):
                 mean_and_runs(axes, i, at, values, label)
-            if several:
+            if len(values) > 1:
                 axes.plot([], color="0.6", lw=0.6, label="each run")
             for end in ends:
                 label = "words are added" if end == ends[0] else None

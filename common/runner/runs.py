@@ -36,7 +36,7 @@ SAVE_EVERY = 30  # seconds between two checkpoints
 ANEW = "start a new run, or if it is one seed of several, delete its folder and resume"
 ON_THE_BAR = {"train_loss": "loss", "id_accuracy": "ID", "ood_accuracy": "OOD"}
 MAY_CHANGE = {"resume", "device", "data_dir", "processes"}  # flags that move no number
-KEPT = ("state", "rows", "confusion", "ended")  # what a checkpoint has
+KEPT = ("state", "rows", "ended")  # what a checkpoint has
 
 
 class Run:
@@ -60,7 +60,6 @@ class Run:
         self.checkpoint, self.next = self.folder / "checkpoint.pt", self.folder / "next.pt"
         self.model, self.state, self.rows, self.t = model, {}, [], 0
         self.ended, self.has_saved = 0, False
-        self.confusion = None  # of the last evaluation, [classes, classes]
         self.classes, self.data = data.classes, data.fingerprint()
         self.images = f"{data.name} {data.source or self.data}"
         self.machine = machine_of(device)
@@ -136,9 +135,9 @@ class Run:
         state  what the next round and a resumed run need, as numbers and tensors by name; "t" is
                the round that has ended
         row    columns of metrics.csv, each a number or numbers: tensors, arrays, lists, tuples.
-               `confusion`, how many samples of class i are called j, [classes, classes], is saved
-               at the end, and the row has its columns' sums as `predicted`, and its diagonal as
-               `hits`
+               `confusion`, how many samples of class i are called j, [classes, classes], has a
+               file of its own, and the row has its columns' sums as `predicted`, and its diagonal
+               as `hits`
 
         Adds the norm of the model's weights, by which two runs can be compared, and leaves out what
         is None. Raises UserError if a value is something else in the first round (later it is left
@@ -156,7 +155,6 @@ class Run:
         self.state, self.t, row = state, state["t"], {**row, "norm": weights_in(state).norm()}
         confusion = row.pop("confusion", None)
         if confusion is not None:
-            self.confusion = confusion.cpu()
             row |= {"predicted": confusion.sum(0), "hits": confusion.diagonal()}
         plain = {column: _plain(value) for column, value in row.items() if value is not None}
         if wrong := [column for column in plain if plain[column] is None]:
@@ -172,24 +170,31 @@ class Run:
             "measure by trainer.map, and call a clock's column my_seconds",
         )
         before = self.seen.get(self.t, {})
-        for column, cell in cells.items():
-            if before.get(column) not in (None, "", cell):
-                raise UserError(
-                    f"{self.folder}: round {self.t} has another {column} than before the run was "
-                    "stopped: does federate() begin after state['t'], yield all that it needs, and "
-                    "run on the same processor? (Call a clock's column my_seconds)"
-                )
+        others = [c for c in cells if before.get(c) not in (None, "", cells[c])]
+        if others:
+            why = (
+                f"{self.folder}: a round has another {few(others)} than before the run was "
+                "stopped: does federate() begin after state['t'], yield all that it needs, and run "
+                "on the same processor?"
+            )
+            if "norm" in others:
+                raise UserError(why)
+            say_once(f"\n{why} (Call a clock's column my_seconds)")  # because the model is the same
         # Twice in a row, because rounding may give two models the same norm
         if [r["norm"] for r in self.rows[-2:]] == 2 * [row["norm"]]:
             say_once("\nthe model is that of the round before")
         seconds = round(time.monotonic() - self.started, 2)
         self.rows.append({"round": self.t, "seconds": seconds, **row})
         self.bar.update(self.t - self.bar.n)
-        shown = [f"{name} {row[c]:.3g}" for c, name in ON_THE_BAR.items() if c in row]
-        self.bar.set_postfix_str("  ".join(shown), refresh=False)
+        shown = {name: row[c] for c, name in ON_THE_BAR.items() if c in row}
+        self.bar.set_postfix(shown, refresh=False)
         if self.t < max(self.seen):  # it still repeats rounds
             return
         self._write_metrics()
+        if confusion is not None:
+            header = ["class", *(f"called {name}" for name in self.classes)]
+            lines = zip(self.classes, *confusion.T.tolist())
+            self._write("confusion.csv", _csv([header, *lines]))
         if not ranks.RANK:
             (self.folder / "model.pt").unlink(missing_ok=True)  # which says that it has finished
             if self.has_saved:
@@ -215,14 +220,10 @@ class Run:
         self.save_at, self.has_saved = time.monotonic() + SAVE_EVERY, True
 
     def finish(self):
-        """Saves the confusion, the model, the picture and the last state. Returns this run."""
+        """Saves the model, the picture and the last state. Returns this run."""
         self.bar.close()
         ranks.agree({"last round": self.t}, "", "end by what they share, and by no clock")
         self._write_metrics()  # in its place may be those of more rounds
-        if self.confusion is not None:
-            header = ["class", *(f"called {name}" for name in self.classes)]
-            lines = zip(self.classes, *self.confusion.T.tolist())
-            self._write("confusion.csv", _csv([header, *lines]))
         if not self.ended:
             train.set_weights(self.model, weights_in(self.state))
             self._write("model.pt", {key: t.cpu() for key, t in self.model.state_dict().items()})
