@@ -210,7 +210,7 @@ SMALL = {"other": QUICK, "folder": QUICK | dict(image_size=32, clients=None)}  #
 
 
 def own_flags(add) -> None:
-    weight, share = flags.within(float, 0), flags.within(float, 0, 1)
+    weight, share = flags.within(float, 0), flags.within(float, 0, 0.999)
     add("--gamma", type=weight, default=1e-2, help="gamma, the penalty's weight; 0 is FedAvg")
     add("--ema", type=share, default=0.95, help="v of the moving average")
     add("--server-lr", type=flags.positive, default=1.0, help="eta_g, the server's step size")

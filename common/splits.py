@@ -142,10 +142,10 @@ def by_class(labels, partition, classes, clients, rng):
     # Those who want many classes come first. The others would take the first samples of their class
     for k in sorted(range(clients), key=lambda k: -len(wanted[k])):
         mine = left[torch.isin(labels[left], torch.tensor(wanted[k]))][:size]
-        if len(mine) < size:
+        if len(mine) < size or not others:
             raise UserError(
-                f"--partition {partition}: too few samples for a client that should hold {size} of "
-                f"{len(wanted[k])} classes: change --clients or --partition"
+                f"--partition {partition} needs more than {RARE} classes, and {size} samples of "
+                f"the classes {wanted[k]} for a client: change --clients or --partition"
             )
         parts[k], left = mine, left[~torch.isin(left, mine)]
     return [parts[k] for k in range(clients)]

@@ -18,8 +18,8 @@ from common.folders import say_once
 from common.splits import shuffled
 
 ADVICE = (
-    "lower --lr, or the weight of the method's own penalty if it has one, or return 0, not NaN, "
-    "for what a client lacks"
+    "lower --lr, or the weight of the method's own penalty if it has one; or for what a client "
+    "lacks, return 0 as a loss, and counts instead of a share"
 )
 
 
@@ -211,15 +211,8 @@ class Trainer:
             self.model.train()
             batches, optimizer = Batches(self._batches(k, t)), self._optimizer()
             own = self._own(per_client, k)
-            try:
-                with seeded(self.device, self.seed, "dropout", t, k):  # the same on any process
-                    loss = client_update(self.model, batches, optimizer, **own, **options)
-            except ValueError as e:
-                if "more than 1 value per channel" not in str(e):
-                    raise
-                raise RunError(
-                    f"client {k} has a batch of one, and batch norm takes two: change --batch-size"
-                ) from e
+            with seeded(self.device, self.seed, "dropout", t, k):  # the same on any process
+                loss = client_update(self.model, batches, optimizer, **own, **options)
             for p, learns in zip(self.model.parameters(), learning):
                 p.requires_grad, p.grad = learns, None
             try:
@@ -309,14 +302,14 @@ class Trainer:
         if not all(ranks.exchange(all(map(torch.equal, again(), first)))):
             raise UserError(
                 f"client {ids[0]} comes to something else if it computes again: give it as "
-                "arguments what it keeps, draw with random_at, use no clock, and keep its weights "
-                "in float32"
+                "arguments what it keeps, leave no hook, draw with random_at, use no clock, and "
+                "keep its weights in float32"
             )
 
     def _own(self, per_client, k):
         """Client k's value in each of these tables. Raises UserError if one is too short."""
         for name, values in per_client.items():
-            if not isinstance(values, dict) and len(values) < self.clients.participating:
+            if isinstance(values, list | torch.Tensor) and len(values) < self.clients.participating:
                 raise UserError(f"{name} has {len(values)} values: per_client takes them by id")
         return {name: values[k] for name, values in per_client.items()}
 
@@ -440,5 +433,5 @@ def accuracy(confusion):
 def finite(results):
     """The same results. Raises RunError if one is not finite."""
     if not results.isfinite().all():
-        raise RunError(f"training diverged, the model's results are not finite: {ADVICE}")
+        raise RunError(f"a result is not finite: {ADVICE}")
     return results

@@ -129,7 +129,7 @@ def run(args, federate, label, baselines, prediction, shows_in, build=build_mode
             dataset, clients, model, device, local_training(own), own.seed, own.precision,
             own.evaluate_every, own.rounds, progress,
         )  # fmt: skip
-        watch = Watch(modules, trainer)
+        watch = Watch(modules, trainer, run.kept)
         if run.rows:
             vars(trainer).update({name: run.rows[-1].get(name, 0) for name in trainer.cost()})
         else:
@@ -140,8 +140,8 @@ def run(args, federate, label, baselines, prediction, shows_in, build=build_mode
         devices.seed_all(own.seed, "start")
         try:
             for state, row in rounds:
-                run.record(state, row)
                 watch.look(rounds, state)
+                run.record(state, row)
                 devices.seed_all(own.seed, "round", run.t + 1)
         except SystemExit as e:
             raise UserError("sys.exit() has ended it, so return from federate() instead") from e

@@ -17,10 +17,10 @@ import sysconfig
 import time
 from contextlib import suppress
 from functools import partial
-from hashlib import sha1
 from importlib.metadata import version
 from pathlib import Path
 from pickle import PickleError
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ SAVE_EVERY = 30  # seconds between two checkpoints
 ANEW = "start a new run, or if it is one seed of several, delete its folder and resume"
 ON_THE_BAR = {"train_loss": "loss", "id_accuracy": "ID", "ood_accuracy": "OOD"}
 MAY_CHANGE = {"resume", "device", "data_dir", "processes"}  # flags that move no number
-KEPT = ("state", "rows", "ended")  # what a checkpoint has
+KEPT = ("state", "rows", "ended", "kept")  # what a checkpoint has
 
 
 class Run:
@@ -47,6 +47,7 @@ class Run:
     rows    what metrics.csv holds, one dict per round, with numbers as numbers and lists as lists
     t       the last finished round
     ended   how many rounds it could have had when it ended, or 0
+    kept    hashes of what federate() keeps beside the state: see Watch
     data    a number that changes if the data do
     images  the same for all seeds: the name, and the number before a rotation
     machine  see machine_of
@@ -59,7 +60,7 @@ class Run:
         self.args, self.clients, self.folder = args, clients, Path(args.out)
         self.checkpoint, self.next = self.folder / "checkpoint.pt", self.folder / "next.pt"
         self.model, self.state, self.rows, self.t = model, {}, [], 0
-        self.ended, self.has_saved = 0, False
+        self.ended, self.has_saved, self.kept = 0, False, {}
         self.classes, self.data = data.classes, data.fingerprint()
         self.images = f"{data.name} {data.source or self.data}"
         self.machine = machine_of(device)
@@ -88,7 +89,7 @@ class Run:
             total=self.total,
             initial=self.t,
             bar_format="{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
-            mininterval=0.2 if sys.stderr.isatty() else 60,
+            mininterval=0.2 if os.isatty(2) else 60,
             **({"disable": True} if ranks.RANK else {}),  # else TQDM_DISABLE decides
         )
 
@@ -98,10 +99,10 @@ class Run:
         saved = {**before["flags"], "out": self.args.out, "data": before["data"]}
         refuse_others(self.folder, saved, {**vars(self.args), "data": self.data})
         began, now = before["machine"], self.machine
-        others = [name for name in began if began[name] != now.get(name)]
+        others = [name for name in began if began[name].split(", then ")[-1] != now.get(name)]
         if others:
             say(f"{self.folder} began with another {few(others)}, so its numbers may differ")
-        self.machine |= {name: f"{began[name]}, then {now.get(name)}" for name in others}
+        self.machine |= began | {name: f"{began[name]}, then {now.get(name)}" for name in others}
         with suppress(Exception):  # it is missing or damaged
             lines = csv.DictReader((self.folder / "metrics.csv").read_text("utf-8").splitlines())
             if all("." in name for name in others):  # which a module of the user's holds
@@ -119,8 +120,6 @@ class Run:
         done = max(self.t + (not self.ended), *self.seen)
         if done > self.total:
             raise UserError(f"{self.folder} has had {done} rounds: allow as many, or more")
-        if (rounds := before["flags"]["rounds"]) != self.args.rounds:
-            say(f"{self.folder} began with {rounds} rounds: does a line depend on args.rounds?")
 
     def progress(self, t, share):
         """Moves the clock by this share of round t. Training before round 1 counts as none."""
@@ -152,7 +151,7 @@ class Run:
                 raise UserError(
                     f"federate() changes args.{flag}: use a variable, or set trainer.local from t"
                 )
-        self.state, self.t, row = state, state["t"], {**row, "norm": weights_in(state).norm()}
+        row, self.state, self.t = {**row, "norm": weights_in(state).norm()}, state, state["t"]
         confusion = row.pop("confusion", None)
         if confusion is not None:
             row |= {"predicted": confusion.sum(0), "hits": confusion.diagonal()}
@@ -177,7 +176,7 @@ class Run:
                 "stopped: does federate() begin after state['t'], yield all that it needs, and run "
                 "on the same processor?"
             )
-            if "norm" in others:
+            if "norm" in others or "selected" in others:
                 raise UserError(why)
             say_once(f"\n{why} (Call a clock's column my_seconds)")  # because the model is the same
         # Twice in a row, because rounding may give two models the same norm
@@ -246,9 +245,12 @@ class Run:
 def weights_in(state):
     """The model's weights [P] in what federate() yields: some papers call them w, others theta."""
     for name in ("w", "theta"):
-        if name in state:
+        if name in state and "t" in state:
             return state[name]
-    raise UserError("federate() yields no state, or one without the model: call it w, or theta")
+    raise UserError(
+        "federate() yields no state, or one without the round: call it t, or without "
+        "the model: call it w, or theta"
+    )
 
 
 def machine_of(device):
@@ -268,14 +270,14 @@ def machine_of(device):
         for name, value in vars(module).items():
             if "common." in place or "__" in name:
                 continue
-            origin = getattr(value, "__module__", getattr(value, "__name__", None))
             with suppress(Exception):  # it is not installed
+                origin = getattr(value, "__module__", getattr(value, "__name__", None))
                 package = origin.split(".")[0]
                 found[package] = version(package)
             with suppress(Exception):  # it is something else
                 if not hasattr(value, "__name__"):  # as functions, classes and modules have
                     text = json.dumps(value, default=_contents)
-                    text = text if len(text) < 30 else sha1(text.encode()).hexdigest()[:7]
+                    text = text if len(text) < 30 else str(crc32(text.encode()))
                     found[f"{Path(module.__file__).stem}.{name}"] = text
     return found
 
@@ -283,7 +285,7 @@ def machine_of(device):
 def _contents(value):
     """What json cannot write: an array's hash, a function's name, an object's attributes."""
     if hasattr(value, "nbytes"):
-        return sha1(np.ascontiguousarray(getattr(value, "data", value))).hexdigest()
+        return crc32(np.ascontiguousarray(getattr(value, "data", value)))
     if isinstance(value, set):
         return sorted(value)
     if isinstance(value, partial):
@@ -294,9 +296,12 @@ def _contents(value):
 def own_modules():
     """The modules that this program has imported, but of what is installed, by name."""
     installed = rf".*(site|dist)-packages|.*torchinductor|{re.escape(sysconfig.get_path('stdlib'))}"
-    own = re.compile(rf"(?!{installed}).*[/\\].*\.py$")
-    imported = [*sys.modules.values(), *vars(sys.modules["__main__"]).values()]  # or by its path
-    return {m.__name__: m for m in imported if own.match(str(getattr(m, "__file__", "")))}
+    own = rf"(?!{installed}).*[/\\].*\.py$"
+    return {
+        m.__name__: m
+        for m in [*sys.modules.values()]
+        if re.match(own, getattr(m, "__file__", None) or "")
+    }
 
 
 def write_whole(file, content):

@@ -7,11 +7,12 @@ stderr. An import inside a function is refused, because no run would record its 
 import ast
 import inspect
 import pickle
-import sys
 from contextlib import suppress
 from io import BytesIO
+from pathlib import Path
 from textwrap import dedent
 from types import FunctionType
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from common import UserError
 from common.folders import few, say_once
 from common.runner.runs import own_modules
 
+HOME = f"{Path(__file__).parents[2]}/"  # a late import from elsewhere may be a library's
+NUMBERS = {}  # of the modules that it has met, in their order, which is the same after a resume
 OF_MODEL = "_parameters", "_buffers", "training"  # of each nn.Module
 
 
@@ -29,10 +32,12 @@ class Watch:
     modules  what the program had imported by then, by name
     trainer  the user's attributes, and parts of the model of the user's own classes, may keep
              something, too
+    first    hashes by name, which a checkpoint keeps, because a resumed run sets variables anew
     """
 
-    def __init__(self, modules, trainer):
-        self.modules, self.trainer, self.first = modules, trainer, {}
+    def __init__(self, modules, trainer, first):
+        self.modules, self.trainer, self.first = modules, trainer, first
+        NUMBERS.clear()
         self.places = {name: modules[name] for name in modules if "common" not in name}
         self.places["clients"], self.own = trainer.clients, {*vars(trainer), "initial"}
 
@@ -46,8 +51,7 @@ class Watch:
             late = [
                 name
                 for name, module in own_modules().items()
-                # Where the program is; what a package imports, or a debugger, is no code of its
-                if name not in self.modules and module.__file__.startswith(sys.path[0])
+                if name not in self.modules and module.__file__.startswith(HOME)
             ]
             if late:
                 raise UserError(
@@ -94,9 +98,10 @@ class Watch:
                     kept[f"{name} of federate()"] = here[name]
         for name, value in kept.items():
             with suppress(Exception):
+                value = sorted(value) if isinstance(value, set) else value  # in the same order
                 if ".__" not in name and not name.endswith(OF_MODEL):
                     Contents(text := BytesIO()).dump(value)
-                    found[name] = hash(text.getvalue())
+                    found[name] = crc32(text.getvalue())
         return found
 
 
@@ -105,7 +110,7 @@ class Contents(pickle.Pickler):
 
     def reducer_override(self, value):
         if isinstance(value, torch.nn.Module | torch.nn.Parameter):
-            return id, (id(value),)
+            return int, (NUMBERS.setdefault(id(value), len(NUMBERS)),)
         if isinstance(value, torch.Tensor):
             return np.array, (value.detach().cpu().numpy(),)  # faster
         if not isinstance(value, FunctionType):
