@@ -61,7 +61,9 @@ def start(work, count):
     from torch import _dynamo  # noqa: F401  (the first optimizer would, for seconds, in each rank)
 
     if threading.active_count() > 1:
-        raise UserError("threads would be lost in the forked processes: start them in federate()")
+        raise UserError(
+            "threads would be lost in forked processes: start them in federate(), with daemon=True"
+        )
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -150,8 +152,8 @@ def exchange(mine):
     """What all ranks hand in here, in their order. Says so if one of them takes long."""
     handed_in = [mine] * COUNT
     if COUNT > 1:
-        text = f"\nprocess {RANK} waits for another one, which still works, or hangs\n"
-        timer = threading.Timer(A_WORD_AFTER, sys.stderr.write, [text])
+        word = [f"\nprocess {RANK} waits for one that works, or hangs: then try --processes 1\n"]
+        timer = threading.Timer(A_WORD_AFTER, sys.stderr.write, word)
         timer.daemon = True  # it ends with the program if the other one has ended
         timer.start()
         dist.all_gather_object(handed_in, mine, group=_all)

@@ -235,7 +235,6 @@ class Trainer:
         for k in selected[~uploads.norm(dim=1).isfinite().cpu()]:
             raise RunError(f"client {k} diverged in round {t}: {ADVICE}")
         self._check(t, selected, lambda: [train_one(0)], uploads[:1, :-1])
-        self._load(theta)  # so that trainer.model is no client's, which depends on the process
         return uploads[:, :-2], uploads[:, -2]
 
     def map(
@@ -254,7 +253,7 @@ class Trainer:
         samples   for each client id the positions of the samples that it computes on, int64
         function  called as function(model, batches, ...), where the model already has the weights
                   theta, and the batches are all of samples[client], in order; returns a tensor or
-                  a tuple of tensors; numbers count as such
+                  a tuple of tensors
         per_client, options  as for train()
         t         with a client the address of random draws: a call with the same t draws the same
 
@@ -271,7 +270,7 @@ class Trainer:
             own = self._own(per_client, k)
             with seeded(self.device, self.seed, "evaluation", t, k):
                 found = function(self.model, batches, **own, **options)
-            return [*map(torch.as_tensor, found if isinstance(found, tuple) else (found,))]
+            return found if isinstance(found, tuple) else (found,)
 
         mine = self._mine(theta, ids, [len(samples[k]) for k in ids])
         columns = zip(*ranks.gather({i: compute(i) for i in mine}), strict=True)
@@ -289,7 +288,7 @@ class Trainer:
             checksum = theta.contiguous().view(torch.int32).sum().item()
             facts = {"clients": [int(k) for k in ids], "weights": checksum}
             when = f"in or after round {self.t} "
-            ranks.agree(facts, when, "draw with random_at, and read no clock")
+            ranks.agree(facts, when, "draw with random_at, read no clock, and train in each one")
         return ranks.share_out(sizes)
 
     def _check(self, t, ids, again, first):

@@ -264,7 +264,7 @@ def slowly():
 
 def test_a_machine_that_waits_long_says_so_and_waits_on(tmp_path):
     (waits, first), (_, second) = two_nodes(tmp_path, [CALL] * 2, [slowly] * 2)
-    assert {*waits} == {"process 0 waits for another one, which still works, or hangs"}
+    assert {*waits} == {"process 0 waits for one that works, or hangs: then try --processes 1"}
     assert first == second == 0
 
 

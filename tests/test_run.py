@@ -240,7 +240,7 @@ def test_a_changed_line_is_the_same_run_anywhere_or_is_refused(
     two = f"{words} --precision float32 --device cpu --out two --processes 2"
     start_and_stop(method(), words + "--out cut", 4, "cut")
     if habit == "clock":
-        advice = "draw with random_at, and read no clock"
+        advice = "draw with random_at, read no clock, and train in each one"
         refused(
             method(), two, f"in or after round 1 the processes differ in their clients: {advice}"
         )
@@ -257,7 +257,7 @@ def test_what_is_set_before_the_loop(start, start_and_stop, monkeypatch, capsys)
     rounds = fedavg.federate
 
     def federate(*given):
-        speed, first = random.random(), {**given[-1]}  # noqa: F841
+        speed, first, begins = random.random(), {**given[-1]}, len(given[-1])  # noqa: F841
         for state, row in rounds(*given):
             yield state, row | {"mine": [speed, random.random()]}
 
@@ -617,7 +617,7 @@ def test_variables_that_change_beside_the_state_are_named(start, monkeypatch, ca
     start(fedavg, CUTS[fedavg] + "--no-compare")
     names = re.findall(r"(.*) changes, but", capsys.readouterr().err)
     expected = "best of federate(), clients.groups, test_run.SEEN_BY_MODULE, "
-    expected += "trainer.mine of federate(), trainer.model.of_part"
+    expected += "trainer.mine in federate(), trainer.model.of_part"
     assert sorted({*", ".join(names).split(", ")}) == expected.split(", ")
 
 

@@ -112,7 +112,6 @@ def test_only_participating_clients_train_and_at_least_one(trainer, capsys):
     trainer.parameters -= 1  # as if the last one were a statistic of batch norm
     trained(trainer, (1,), update=lambda model, *_: model.classifier[-1].bias.data[-1].add_(1))
     assert "a client has learned nothing" in capsys.readouterr().err
-    assert get_weights(trainer.model).equal(trainer.initial)  # of nobody who has trained
     with pytest.raises(UserError, match="nobody was selected in round 1"):
         trained(trainer, ())
 
@@ -216,7 +215,7 @@ def test_results_that_are_not_finite_are_an_error(tiny, trainer, value):
     with pytest.raises(RunError, match="not finite: lower --lr"):
         trainer.predict(theta, tiny.train)
     with pytest.raises(RunError, match="not finite: lower --lr"):
-        trainer.map(lambda *_: value, theta, torch.arange(3), [tiny.train] * 3, 1)
+        trainer.map(lambda *_: torch.tensor(value), theta, torch.arange(3), [tiny.train] * 3, 1)
 
 
 @pytest.mark.parametrize("damage", ["nan 0 0", "inf -inf 0", "0 0 nan", "1e20 0 0"])

@@ -176,7 +176,7 @@ class Run:
                 "stopped: does federate() begin after state['t'], yield all that it needs, and run "
                 "on the same processor?"
             )
-            if "norm" in others or "selected" in others:
+            if "norm" in others:
                 raise UserError(why)
             say_once(f"\n{why} (Call a clock's column my_seconds)")  # because the model is the same
         # Twice in a row, because rounding may give two models the same norm
@@ -285,7 +285,7 @@ def machine_of(device):
 def _contents(value):
     """What json cannot write: an array's hash, a function's name, an object's attributes."""
     if hasattr(value, "nbytes"):
-        return crc32(np.ascontiguousarray(getattr(value, "data", value)))
+        return crc32(np.ascontiguousarray(value.data))
     if isinstance(value, set):
         return sorted(value)
     if isinstance(value, partial):

@@ -32,11 +32,12 @@ class Watch:
     modules  what the program had imported by then, by name
     trainer  the user's attributes, and parts of the model of the user's own classes, may keep
              something, too
-    first    hashes by name, which a checkpoint keeps, because a resumed run sets variables anew
+    kept     hashes of federate()'s variables, which a checkpoint has, because a resumed run sets
+             these anew; not of whole numbers, which may come from the round
     """
 
-    def __init__(self, modules, trainer, first):
-        self.modules, self.trainer, self.first = modules, trainer, first
+    def __init__(self, modules, trainer, kept):
+        self.modules, self.trainer, self.kept, self.first = modules, trainer, kept, {}
         NUMBERS.clear()
         self.places = {name: modules[name] for name in modules if "common" not in name}
         self.places["clients"], self.own = trainer.clients, {*vars(trainer), "initial"}
@@ -59,7 +60,11 @@ class Watch:
                     "import it at the top of the file"
                 )
         now = self.kept_aside(rounds, state)
-        changed = [name for name in now if now[name] != self.first.setdefault(name, now[name])]
+        changed = []
+        for name in now:
+            first = self.kept if "of federate" in name else self.first
+            if first.setdefault(name, now[name]) != now[name]:
+                changed += [name]
         if changed:
             say_once(
                 f"\n{few(changed)} changes, but is not in the state that federate() yields: a "
@@ -93,12 +98,12 @@ class Watch:
                     stored = [p for p in parts if isinstance(getattr(p, "ctx", None), ast.Store)]
                     names.update(getattr(part, "id", "") for part in stored)
             yielded = {*state, *(id(value) for value in state.values() if type(value) is not int)}
-            for name in names & here.keys():
+            for name in sorted(names & here.keys()):  # in an order that NUMBERS needs
                 if name not in yielded and id(here[name]) not in yielded:
-                    kept[f"{name} of federate()"] = here[name]
+                    kind = "in" if isinstance(here[name], int) else "of"
+                    kept[f"{name} {kind} federate()"] = here[name]
         for name, value in kept.items():
             with suppress(Exception):
-                value = sorted(value) if isinstance(value, set) else value  # in the same order
                 if ".__" not in name and not name.endswith(OF_MODEL):
                     Contents(text := BytesIO()).dump(value)
                     found[name] = crc32(text.getvalue())
