@@ -141,8 +141,8 @@ class Run:
         Adds the norm of the model's weights, by which two runs can be compared, and leaves out what
         is None. Raises UserError if a value is something else in the first round (later it is left
         out), if args have changed, or if a resumed run could not read the state. It does so, too,
-        if a process has another row, or if the round had another one before a kill has undone it.
-        (A column with `seconds` in its name may differ.)
+        if a process has another row, or if the round had another norm before a kill has undone it,
+        and says so if only another column differs. (One with `seconds` in its name may differ.)
         """
         if taken := {"round", "seconds", "norm"} & row.keys():
             raise UserError(f"{' and '.join(taken)} is a column already: choose another name")
@@ -256,9 +256,9 @@ def weights_in(state):
 def machine_of(device):
     """What a number depends on, beside flags, data and code, by name.
 
-    These are versions, also of what the user's modules import, the processor, and the values of
-    these modules, which may be of another file: numbers, text, and lists, dicts, sets, tensors,
-    arrays, objects and partial functions of them, as a hash if long.
+    These are the processor, and versions, also of what the user's modules import. The values of
+    these modules count, too, because they may be of another file: numbers, text, and lists, dicts,
+    sets, tensors, arrays, objects and partial functions of them. What is long is a hash.
     """
     chip = torch.backends.cpu.get_cpu_capability()
     chip += f" of {torch.cpu.get_capabilities().get('cpu_name')}"
