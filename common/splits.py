@@ -144,8 +144,8 @@ def by_class(labels, partition, classes, clients, rng):
         mine = left[torch.isin(labels[left], torch.tensor(wanted[k]))][:size]
         if len(mine) < size or not others:
             raise UserError(
-                f"--partition {partition} needs more than {RARE} classes, and {size} samples of "
-                f"the classes {wanted[k]} for a client: change --clients or --partition"
+                f"--partition {partition} takes {size} samples of the classes {wanted[k]} for a "
+                f"client (rare needs more than {RARE} classes): change --clients or --partition"
             )
         parts[k], left = mine, left[~torch.isin(left, mine)]
     return [parts[k] for k in range(clients)]

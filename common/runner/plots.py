@@ -82,7 +82,7 @@ def panels(file, found, classes, ends=()):
         for axes, (column, name, of_labels) in zip(all_axes, found):
             for i, (label, (at, values)) in enumerate(of_labels.items()):
                 mean_and_runs(axes, i, at, values, label)
-            if len(values) > 1:
+            if len(values) > 1:  # of the last label, and mostly of all
                 axes.plot([], color="0.6", lw=0.6, label="each run")
             for end in ends:
                 label = "words are added" if end == ends[0] else None
