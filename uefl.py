@@ -231,6 +231,11 @@ def report(args, trainer, theta, may_use, t, e, perplexities, code_losses, answe
         *_, counts = trainer.map(client_uncertainty, theta, ids, pieces, t, passes=args.passes)
         tests[name] = counts.sum(0)
     row = {"uncertainties": e, "mE": e.mean(), **train.accuracy_columns(answers, tests)}
+    others = torch.arange(len(e), len(trainer.clients.test))  # who never trains may use all words
+    if len(others):
+        held = trainer.clients.test
+        *_, counts = trainer.map(client_uncertainty, theta, others, held, t, passes=args.passes)
+        row |= train.unseen_columns(counts, row["id_accuracy"])
     accuracies, codewords, groups = row["accuracies"], may_use.sum(1), trainer.clients.groups
     row |= {"mA": accuracies.mean(), "codewords": codewords}
     if args.codebook_size:

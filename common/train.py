@@ -22,6 +22,8 @@ ADVICE = (
     "lacks, return 0 as a loss, and counts instead of a share"
 )
 
+ENOUGH = 10  # with fewer held-out samples an accuracy says little about a client
+
 
 class Batches:
     """A client's batches (x, y), which can be walked once: those of training are of all epochs."""
@@ -360,6 +362,8 @@ class Trainer:
         accuracies       on each participating client's held-out samples [M]
         id_accuracy      on the held-out samples of all participating clients together
         id_selected      the same for the clients selected in this round, int64 [K]: Wu et al.'s ID
+        unseen_accuracies, unseen_accuracy, unseen_worst, participation_gap
+                         of the clients that never train, see unseen_columns()
         ood_accuracy     on clients.tests["ood"], and so on for the other test sets there
         confusion        how many samples of class i are called j, [classes, classes], in the OOD
                          samples, or without these in those of id_accuracy
@@ -373,18 +377,24 @@ class Trainer:
         # With --held-out 0, nobody has a test sample
         m = clients.participating if any(map(len, clients.test)) else 0
         parts = [*clients.test[:m], *clients.tests.values()]
-        _, predicted = self.predict(theta, torch.cat(parts))
-        guesses = predicted.split([len(part) for part in parts])
-        counts = [confusion(self.labels[s], g, self.classes) for s, g in zip(parts, guesses)]
-        answers = torch.stack(counts)
+        answers = self._confusions(theta, parts)
         if m:
             row["id_selected"] = accuracy(answers[selected].sum(0))
         row |= accuracy_columns(answers[:m], dict(zip(clients.tests, answers[m:])))
+        if m and len(clients.test) > m:
+            row |= unseen_columns(self._confusions(theta, clients.test[m:]), row["id_accuracy"])
         row["selected_size"] = clients.sizes[selected].mean()
         if "rare" in clients.tests:
             rare = [clients.groups[k] != "more classes" for k in selected]
             row["rare_selected"] = sum(rare) / len(rare)
         return row
+
+    def _confusions(self, theta, parts):
+        """The confusion of the model with weights theta on each of these parts: [parts, C, C]."""
+        _, predicted = self.predict(theta, torch.cat(parts))
+        guesses = predicted.split([len(part) for part in parts])
+        counts = [confusion(self.labels[s], g, self.classes) for s, g in zip(parts, guesses)]
+        return torch.stack(counts)
 
     @torch.no_grad()
     def predict(self, theta, samples):
@@ -416,6 +426,23 @@ def accuracy_columns(answers, tests):
         row[f"{name}_accuracy"] = accuracy(of_test)
     row["confusion"] = tests["ood"] if "ood" in tests else answers.sum(0)
     return row
+
+
+def unseen_columns(answers, id_accuracy):
+    """Columns of metrics.csv on clients that never train, from their confusions [N - M, C, C].
+
+    unseen_accuracies   on each client's held-out samples [N - M]
+    unseen_accuracy     on all these samples together, so a client counts by its samples, as in ID
+    unseen_worst        mean over the tenth of clients that is served worst (rounded up), of those
+                        with at least ENOUGH held-out samples; each counts the same
+    participation_gap   id_accuracy - unseen_accuracy (Yuan et al., ICLR 2022)
+    """
+    accuracies, unseen = accuracy(answers), accuracy(answers.sum(0))
+    row = {"unseen_accuracies": accuracies, "unseen_accuracy": unseen}
+    many = accuracies[answers.sum((1, 2)) >= ENOUGH].sort().values
+    if len(many):
+        row["unseen_worst"] = many[: -(-len(many) // 10)].mean()
+    return row | {"participation_gap": id_accuracy - unseen}
 
 
 def confusion(labels, predicted, classes):

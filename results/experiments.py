@@ -60,9 +60,11 @@ def lines(out, label, seed, columns):
         if any(row.get(column) for column in columns[5:]):  # beside the round
             counts = {"clients": str(len(selected)), "clients_so_far": str(len(so_far))}
             found.append(row | counts)
-    torch = about["machine"]["torch"]
-    code = about["flags"]["code"].get(f"{about['flags']['method']}.py", "")
-    found[0] |= {"experiment": label, "seed": seed, "code": code, "torch": torch}
+    flags, machine = about["flags"], about["machine"]
+    found[0] |= {
+        "experiment": label, "seed": seed, "code": flags["code"].get(f"{flags['method']}.py", ""),
+        "torch": machine["torch"], "device": machine["device"], "precision": flags["precision"],
+    }  # fmt: skip
     return [{column: row.get(column, "") for column in columns} for row in found]
 
 
@@ -79,7 +81,7 @@ def record(folder, name, seed):
         label = name + out.name.removeprefix(seed)
         now = lines(out, label, seed, columns)
         if then := recorded(label, seed):
-            filled = {c for line in then for c in line if line[c]} - {"code", "torch"}
+            filled = {c for line in then for c in line if line[c]} - {"code", "torch", "device"}
             old, new = ([{c: line[c] for c in filled} for line in of] for of in (then, now))
             words.append("repeats" if old == new else "differs")
         else:

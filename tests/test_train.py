@@ -172,11 +172,16 @@ def test_answers_to_single_samples_are_those_to_batches(tiny, trainer, chunk):
 
 
 def test_an_evaluation_by_hand(tiny, trainer):
-    """The model always answers class 1. Client 20 does not participate."""
+    """The model always answers class 1. The clients from 20 on never train.
+
+    Of these, one has nine samples, too few to be among the worst, and two of eleven are a tenth.
+    """
     tests = {"ood": tiny.test[30:], "rare": tiny.test[:7]}
-    parts = [*tiny.test.split(3), tiny.train[:3]]
-    groups = ["one class", "more classes", *[""] * 19]
-    train = [tiny.train[: 10 + k] for k in range(21)]
+    zeros, ones = (torch.nonzero(tiny.y == c).flatten() for c in (0, 1))
+    silent = [torch.cat([ones[:k], zeros[: 10 - k]]) for k in (9, 1, 8, 3, 2, 7, 9, 9, 5, 6, 4)]
+    parts = [*tiny.test.split(3), zeros[:9], *silent]
+    groups = ["one class", "more classes", *[""] * 30]
+    train = [tiny.train[: 10 + k] for k in range(32)]
     trainer.clients = Clients(train, parts, 20, 2, groups, tests)
     theta = torch.zeros_like(trainer.initial)
     theta[-2] = 5.0  # the bias of class 1; the logits of all samples are 0, 5, 0
@@ -192,11 +197,16 @@ def test_an_evaluation_by_hand(tiny, trainer):
     assert torch.equal(found.pop("confusion"), confusion)
     accuracies = found.pop("accuracies").tolist()
     assert accuracies == [share(part) for part in parts[:20]] and len({*accuracies}) > 2
+    unseen = found.pop("unseen_accuracies").tolist()
+    assert unseen == pytest.approx([0, 0.9, 0.1, 0.8, 0.3, 0.2, 0.7, 0.9, 0.9, 0.5, 0.6, 0.4])
     assert found == {
         "train_loss": 0.75,
         "samples": 0,
         "megabytes": 0,
         "id_accuracy": share(tiny.test),
+        "unseen_accuracy": pytest.approx(63 / 119),
+        "unseen_worst": pytest.approx(0.15),
+        "participation_gap": pytest.approx(share(tiny.test).expected - 63 / 119),
         "id_selected": share(torch.cat([parts[1], parts[4]])),
         "ood_accuracy": share(tiny.test[30:]),
         "rare_accuracy": share(tiny.test[:7]),
