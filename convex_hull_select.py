@@ -34,7 +34,9 @@ from scipy.linalg import eigh
 from scipy.spatial import ConvexHull
 from torch import Tensor
 
-from common import RunError, random_at, splits, train
+from common import RunError, train
+from common.chance import random_at, sample
+from common.evaluation import evaluate
 from common.runner import compare, flags, launch
 
 
@@ -118,7 +120,7 @@ def select(args, clients, table: Tensor, t: int) -> Tensor:
             f"round {t}: no client lies inside the hull: lower --hull-dim or raise --participating"
         )
     count = min(args.sample or len(vertices), len(vertices), len(possible))
-    return splits.sample(possible, count, random_at(args.seed, "select", t))
+    return sample(possible, count, random_at(args.seed, "select", t))
 
 
 def first_uploads(trainer, w: Tensor, ids: Tensor) -> Tensor:
@@ -130,21 +132,22 @@ def first_uploads(trainer, w: Tensor, ids: Tensor) -> Tensor:
     return (w - w_i)[:, : trainer.parameters]
 
 
-def federate(args, clients, trainer, state):
+def federate(args, clients, trainer, t=0, w=None, table=None):
     """Algorithm 2. Yields after each round the state to go on from, and what was measured.
 
-    state  {} at the start, or what was yielded last, whose table is then written to
+    table  the updates of all participating clients [M, parameters], which is written to
     """
-    w = state.get("w", trainer.initial)
-    table = state["table"] if state else first_uploads(trainer, w, clients.ids)  # line 1
-    for t in range(state.get("t", 0) + 1, args.rounds + 1):  # line 2
+    w = trainer.initial if w is None else w
+    if table is None:
+        table = first_uploads(trainer, w, clients.ids)  # line 1
+    for t in range(t + 1, args.rounds + 1):  # line 2
         selected = select(args, clients, table, t)  # line 3
         w_i, losses = trainer.train(train.local_solver, w, selected, t)  # lines 5, 6: [K, P], [K]
         g = w - w_i  # line 7
         table[selected] = g[:, : trainer.parameters]  # section IV-B; the other rows stay
         alpha = train.averaging_weights(args.weighting, clients.sizes[selected]).to(g)
         w = w - alpha @ g  # line 9
-        yield {"t": t, "w": w, "table": table}, trainer.evaluate(w, t, selected, losses)
+        yield {"t": t, "w": w, "table": table}, evaluate(trainer, w, t, selected, losses)
 
 
 # The settings of section V, unless a line says otherwise. Of 100 clients 40 participate, as there:
@@ -164,10 +167,14 @@ SETTINGS = {
     "cifar100": LARGE | dict(dirichlet=0.03),  # figure 8
     "folder": LARGE | dict(dirichlet=0.09),  # NICO (figure 9), whose settings are akin to these
 }  # fmt: skip
-QUICK = dict(  # ours
-    model="cnn", width=0.25, batch_size=32, local_epochs=5, lr=0.05, rounds=20, evaluate_every=1,
-)  # fmt: skip
-SMALL = {"other": QUICK, "folder": QUICK | dict(image_size=32)}
+SMALL = flags.SMALL
+EXAMPLE = dict(
+    prediction=(
+        "a client with a class of its own is a corner of the hull, so hull selection trains such "
+        "clients more often than random selection does, and the model knows their classes better"
+    ),
+    shows_in={"rare_selected": "above", "rare_accuracy": "above", "ood_accuracy": "above"},
+)
 
 
 def own_flags(add) -> None:
@@ -184,12 +191,7 @@ def own_flags(add) -> None:
 def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
     baselines = {"random": {"selection": "random"}}
-    prediction = (
-        "a client with a class of its own is a corner of the hull, so hull selection trains such "
-        "clients more often than random selection does, and the model knows their classes better"
-    )
-    shows_in = {"rare_selected": "above", "rare_accuracy": "above", "ood_accuracy": "above"}
-    return compare.run(args, federate, args.selection, baselines, prediction, shows_in)
+    return compare.run(args, federate, args.selection, baselines, EXAMPLE)
 
 
 if __name__ == "__main__":

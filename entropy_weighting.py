@@ -32,7 +32,9 @@ cores with bfloat16, so both runs together about half an hour.
 import torch
 from torch import Tensor
 
-from common import random_at, splits, train
+from common import train
+from common.chance import random_at, sample
+from common.evaluation import evaluate
 from common.runner import compare, flags, launch
 
 
@@ -66,26 +68,23 @@ def aggregation_weights(by: str, label_counts: Tensor) -> Tensor:
     return train.averaging_weights(by, label_counts.double().sum(1))  # n_i / n, or 1 / M
 
 
-def federate(args, clients, trainer, state):
-    """Section IV-A. Yields after each round the state to go on from, and what was measured.
-
-    state  {} at the start, or what was yielded last
-    """
+def federate(args, clients, trainer, t=0, w=None, table=None):
+    """Section IV-A. Yields after each round the state to go on from, and what was measured."""
     label_counts = clients.label_counts[clients.ids]  # of the training labels, wrong ones included
     entropies = label_entropy(label_counts)  # line 1: in reality, each client computes its own
-    if not state:
+    if t == 0:
         trainer.count(clients.ids, numbers=1)  # line 2
     alphas = aggregation_weights(args.weighting, label_counts)  # line 3
-    w = state.get("w", trainer.initial)
-    for t in range(state.get("t", 0) + 1, args.rounds + 1):
+    w = trainer.initial if w is None else w
+    for t in range(t + 1, args.rounds + 1):
         # The paper does not say how clients are selected in a round: ours are drawn at random
-        selected = splits.sample(clients.ids, clients.per_round, random_at(args.seed, "select", t))
+        selected = sample(clients.ids, clients.per_round, random_at(args.seed, "select", t))
         w_i, losses = trainer.train(train.local_solver, w, selected, t)  # line 4: [K, P], [K]
         g = w - w_i  # line 4
         alpha = alphas[selected] / alphas[selected].sum()  # line 5, our reading
         w = w - alpha.to(g) @ g  # line 5
         objective = {"objective": alpha @ entropies[selected]}  # line 6
-        yield {"t": t, "w": w}, trainer.evaluate(w, t, selected, losses) | objective
+        yield {"t": t, "w": w}, evaluate(trainer, w, t, selected, losses) | objective
 
 
 # The settings of section V, unless a line says otherwise. Of 100 clients 40 participate, as there,
@@ -104,10 +103,14 @@ SETTINGS = {
     "cifar100": LARGE | dict(dirichlet=0.03),  # figure 8
     "folder": LARGE | dict(dirichlet=0.09),  # NICO (figure 9), whose settings are akin to these
 }  # fmt: skip
-QUICK = dict(  # ours
-    model="cnn", width=0.25, batch_size=32, local_epochs=5, lr=0.05, rounds=20, evaluate_every=1,
-)  # fmt: skip
-SMALL = {"other": QUICK, "folder": QUICK | dict(image_size=32)}
+SMALL = flags.SMALL
+EXAMPLE = dict(
+    prediction=(
+        "an update from a client with all classes helps everybody, and one from a client with one "
+        "class does not, so the model learns more if clients with many classes count more"
+    ),
+    shows_in={"ood_accuracy": "above"},
+)
 
 
 def own_flags(add) -> None:
@@ -118,12 +121,7 @@ def own_flags(add) -> None:
 def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
     baselines = {"equal": {"weighting": "equal"}}
-    prediction = (
-        "an update from a client with all classes helps everybody, and one from a client with one "
-        "class does not, so the model learns more if clients with many classes count more"
-    )
-    shows_in = {"ood_accuracy": "above"}
-    return compare.run(args, federate, args.weighting, baselines, prediction, shows_in)
+    return compare.run(args, federate, args.weighting, baselines, EXAMPLE)
 
 
 if __name__ == "__main__":

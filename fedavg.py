@@ -32,7 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import random_at, splits, train
+from common import train
+from common.chance import random_at, sample
+from common.evaluation import evaluate
 from common.runner import compare, flags, launch
 
 
@@ -63,7 +65,7 @@ def select(args, clients, trainer, w: Tensor, t: int) -> Tensor:
         trainer.count(clients.ids, 1, 1 + others * len(w))
         return power_of_choice(means, clients.per_round)
     by = clients.sizes[clients.ids] if args.selection == "by_size" else None
-    return splits.sample(clients.ids, clients.per_round, random_at(args.seed, "select", t), by)
+    return sample(clients.ids, clients.per_round, random_at(args.seed, "select", t), by)
 
 
 def client_update(model, batches, optimizer):
@@ -83,18 +85,21 @@ def client_update(model, batches, optimizer):
     return torch.stack(losses).mean()  # line 11: the trainer reads the weights from the model
 
 
-def federate(args, clients, trainer, state):
+def federate(args, clients, trainer, t=0, w=None):
     """Algorithm 1. Yields after each round the state to go on from, and what was measured.
 
-    state  {} at the start, or what was yielded last
+    The state is what this function takes behind the trainer: federate(args, clients, trainer,
+    **state) goes on. What a round needs is in the state. What it draws comes from random_at, or
+    from the global generators of torch, numpy or Python inside that round. A run proves this in its
+    second round.
     """
-    w = state.get("w", trainer.initial)  # line 1
-    for t in range(state.get("t", 0) + 1, args.rounds + 1):  # line 2
+    w = trainer.initial if w is None else w  # line 1
+    for t in range(t + 1, args.rounds + 1):  # line 2
         selected = select(args, clients, trainer, w, t)  # line 3
         w_k, losses = trainer.train(client_update, w, selected, t)  # lines 4, 5: [K, P], [K]
         alpha = train.averaging_weights(args.weighting, clients.sizes[selected]).to(w)
         w = alpha @ w_k  # line 6, also for the statistics of batch norm
-        yield {"t": t, "w": w}, trainer.evaluate(w, t, selected, losses)
+        yield {"t": t, "w": w}, evaluate(trainer, w, t, selected, losses)
 
 
 # The settings of Wu et al., section V, unless a line says otherwise. Of 100 clients 40 participate,
@@ -110,10 +115,14 @@ SETTINGS = {
     "cifar100": LARGE | dict(dirichlet=0.03),  # figure 8
     "folder": LARGE | dict(dirichlet=0.09),  # NICO (figure 9), whose settings are akin to these
 }  # fmt: skip
-QUICK = dict(  # ours
-    model="cnn", width=0.25, batch_size=32, local_epochs=5, lr=0.05, rounds=20, evaluate_every=1,
-)  # fmt: skip
-SMALL = {"other": QUICK, "folder": QUICK | dict(image_size=32)}
+SMALL = flags.SMALL
+EXAMPLE = dict(
+    prediction=(
+        "if the clients' labels have little in common, because alpha is small, their updates "
+        "contradict each other, and the model is worse for the clients that never train"
+    ),
+    shows_in={"ood_accuracy": "below", "unseen_accuracy": "below", "unseen_worst": "below"},
+)
 
 
 def own_flags(add) -> None:
@@ -131,11 +140,7 @@ def main(argv: list[str] | None = None):
     baselines = {"FedAvg": {"selection": "random"}}
     if label == "FedAvg" and args.partition == "dirichlet":
         baselines = {"alpha 1.0": {"dirichlet": 1.0}, "alpha 100.0": {"dirichlet": 100.0}}
-    prediction = (
-        "if the clients' labels have little in common, because alpha is small, their updates "
-        "contradict each other, and the model is worse for the clients that never train"
-    )
-    return compare.run(args, federate, label, baselines, prediction, {"ood_accuracy": "below"})
+    return compare.run(args, federate, label, baselines, EXAMPLE)
 
 
 if __name__ == "__main__":

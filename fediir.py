@@ -44,7 +44,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-from common import UserError, models, random_at, splits
+from common import UserError, models
+from common.chance import random_at, sample
+from common.evaluation import evaluate
 from common.runner import compare, flags, launch
 
 
@@ -76,7 +78,7 @@ def client_gradient(model, batches):
     total, samples = 0, 0
     for x, y in batches:
         with torch.no_grad():
-            z = model.features(x)
+            z = model.encode(x)
         _, gradient = risk_and_gradient(model.classifier, z, y)
         total += len(y) * gradient
         samples += len(y)
@@ -84,7 +86,7 @@ def client_gradient(model, batches):
 
 
 def fediir_loss(
-    features: nn.Module,
+    features,
     classifier: nn.Module,
     x: Tensor,
     y: Tensor,
@@ -110,7 +112,7 @@ def client_update(model, batches, optimizer, global_gradient, gamma):
     """Lines 7 to 11 for one client: trains `model` from theta on. Returns the mean loss."""
     losses = []
     for x, y in batches:  # lines 7, 8: slices of the shuffled samples, in all one local epoch (5.1)
-        loss = fediir_loss(model.features, model.classifier, x, y, global_gradient, gamma)
+        loss = fediir_loss(model.encode, model.classifier, x, y, global_gradient, gamma)
         optimizer.zero_grad()
         loss.backward()  # line 10
         optimizer.step()  # line 11: plain SGD; the authors' code has --momentum 0.9
@@ -125,19 +127,18 @@ def spread(gradients: Tensor) -> Tensor | None:
     return (gradients - gradients.mean(0)).square().sum(1).mean()
 
 
-def federate(args, clients, trainer, state):
+def federate(args, clients, trainer, t=0, theta=None, global_gradient=0.0):
     """Algorithm 1. Yields after each round the state to go on from, and what was measured.
 
-    state  {} at the start, or what was yielded last
+    global_gradient  g~ [Q]
     """
-    theta = state.get("theta", trainer.initial)  # line 1
+    theta = trainer.initial if theta is None else theta  # line 1
     # g~ starts at zero, as in the authors' code, and nothing corrects for that. So it is too short
     # at first, and the penalty pulls the gradients towards zero instead of towards each other. With
     # v = 0.95 it takes 14 rounds to reach half of its size.
-    global_gradient = state.get("global_gradient", 0.0)
-    for t in range(state.get("t", 0) + 1, args.rounds + 1):  # line 2
+    for t in range(t + 1, args.rounds + 1):  # line 2
         # Line 3
-        selected = splits.sample(clients.ids, clients.per_round, random_at(args.seed, "select", t))
+        selected = sample(clients.ids, clients.per_round, random_at(args.seed, "select", t))
         [gradients] = trainer.map(client_gradient, theta, selected, clients.train, t)  # [K, Q]
         trainer.count(selected, 1, 2 * gradients.shape[1])  # grad_omega R_c goes up, g~ down
         g = gradients.mean(0)  # line 4
@@ -147,7 +148,7 @@ def federate(args, clients, trainer, state):
         )
         deltas = theta_c - theta  # line 13, here on the server
         theta = theta + args.server_lr * deltas.mean(0)  # line 15: all clients count the same
-        row = trainer.evaluate(theta, t, selected, losses) | {"gradient_spread": spread(gradients)}
+        row = evaluate(trainer, theta, t, selected, losses) | {"gradient_spread": spread(gradients)}
         yield {"t": t, "theta": theta, "global_gradient": global_gradient}, row
 
 
@@ -207,6 +208,14 @@ QUICK = dict(
     model="convnet", width=0.25, lr=0.05, momentum=0.9, batch_size=32, gamma=0.09, rounds=15
 )
 SMALL = {"other": QUICK, "folder": QUICK | dict(image_size=32, clients=None)}  # ours
+EXAMPLE = dict(
+    prediction=(
+        "the colour is right in 100 % of one client's images and in 60 % of the other's, so it "
+        "pulls their classifiers apart, the penalty takes it out of the features, and the model "
+        "reads the shape, also where the colour says nothing"
+    ),
+    shows_in={"neutral_accuracy": "above"},
+)
 
 
 def own_flags(add) -> None:
@@ -222,15 +231,9 @@ def main(argv: list[str] | None = None):
         raise UserError("--test-domain is missing: name the domain to leave out, or use --rotate")
     # FedAvg has the same learning rate, batch size, clients, initial model, selections and batches.
     label = "FedIIR" if args.gamma else "FedAvg"
-    prediction = (
-        "the colour is right in 100 % of one client's images and in 60 % of the other's, so it "
-        "pulls their classifiers apart, the penalty takes it out of the features, and the model "
-        "reads the shape, also where the colour says nothing"
-    )
-    shows_in = {"neutral_accuracy": "above"}
     # The paper reports the round with the best validation, and we the last ones
     baselines = {"FedAvg": {"gamma": 0.0}}
-    return compare.run(args, federate, label, baselines, prediction, shows_in, build_model)
+    return compare.run(args, federate, label, baselines, EXAMPLE, build_model)
 
 
 if __name__ == "__main__":

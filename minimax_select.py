@@ -33,7 +33,9 @@ cores with bfloat16, so both runs together about half an hour.
 import torch
 from torch import Tensor
 
-from common import RunError, random_at, splits, train
+from common import RunError, train
+from common.chance import random_at, sample
+from common.evaluation import evaluate
 from common.runner import compare, flags, launch
 
 
@@ -87,7 +89,7 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
 def select(args, clients, table: Tensor, t: int) -> Tensor:
     """The K clients that train in round t, by their updates [M, P] (line 4): int64 [K]."""
     if args.selection == "random":
-        return splits.sample(clients.ids, clients.per_round, random_at(args.seed, "select", t))
+        return sample(clients.ids, clients.per_round, random_at(args.seed, "select", t))
     try:
         return minimax_clients(table, clients.per_round, largest=args.selection == "maxsim").cpu()
     except ValueError as e:
@@ -103,21 +105,22 @@ def first_uploads(trainer, w: Tensor, ids: Tensor) -> Tensor:
     return (w - w_i)[:, : trainer.parameters]
 
 
-def federate(args, clients, trainer, state):
+def federate(args, clients, trainer, t=0, w=None, table=None):
     """Algorithm 2. Yields after each round the state to go on from, and what was measured.
 
-    state  {} at the start, or what was yielded last, whose table is then written to
+    table  the updates of all participating clients [M, parameters], which is written to
     """
-    w = state.get("w", trainer.initial)
-    table = state["table"] if state else first_uploads(trainer, w, clients.ids)  # line 1
-    for t in range(state.get("t", 0) + 1, args.rounds + 1):  # line 2
+    w = trainer.initial if w is None else w
+    if table is None:
+        table = first_uploads(trainer, w, clients.ids)  # line 1
+    for t in range(t + 1, args.rounds + 1):  # line 2
         selected = select(args, clients, table, t)  # line 4
         w_i, losses = trainer.train(train.local_solver, w, selected, t)  # lines 5, 6: [K, P], [K]
         g = w - w_i  # line 7
         table[selected] = g[:, : trainer.parameters]  # section IV-B; the other rows stay
         alpha = train.averaging_weights(args.weighting, clients.sizes[selected]).to(g)
         w = w - alpha @ g  # line 9
-        yield {"t": t, "w": w, "table": table}, trainer.evaluate(w, t, selected, losses)
+        yield {"t": t, "w": w, "table": table}, evaluate(trainer, w, t, selected, losses)
 
 
 # The settings of section V, unless a line says otherwise. Of 100 clients 40 participate, as there,
@@ -137,10 +140,14 @@ SETTINGS = {
     "cifar100": LARGE | dict(dirichlet=0.03),  # figure 8
     "folder": LARGE | dict(dirichlet=0.09),  # NICO (figure 9), whose settings are akin to these
 }  # fmt: skip
-QUICK = dict(  # ours
-    model="cnn", width=0.25, batch_size=32, local_epochs=5, lr=0.05, rounds=20, evaluate_every=1,
-)  # fmt: skip
-SMALL = {"other": QUICK, "folder": QUICK | dict(image_size=32)}
+SMALL = flags.SMALL
+EXAMPLE = dict(
+    prediction=(
+        "no other client is like one with a class of its own, so minimax selection trains such "
+        "clients more often than random selection does, and the model knows their classes better"
+    ),
+    shows_in={"rare_selected": "above", "rare_accuracy": "above", "ood_accuracy": "above"},
+)
 
 
 def own_flags(add) -> None:
@@ -153,12 +160,7 @@ def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
     # Table 1's others: fedavg.py --weighting equal, with --selection power_of_choice or --sample M
     baselines = {"random": {"selection": "random"}}
-    prediction = (
-        "no other client is like one with a class of its own, so minimax selection trains such "
-        "clients more often than random selection does, and the model knows their classes better"
-    )
-    shows_in = {"rare_selected": "above", "rare_accuracy": "above", "ood_accuracy": "above"}
-    return compare.run(args, federate, args.selection, baselines, prediction, shows_in)
+    return compare.run(args, federate, args.selection, baselines, EXAMPLE)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ with --small minutes.
 
 import warnings
 from argparse import BooleanOptionalAction
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -54,16 +55,20 @@ import torch.nn.functional as F
 from scipy.cluster.vq import kmeans2
 from torch import Tensor
 
-from common import UserError, devices, models, random_at, train
+from common import UserError, chance, evaluation, models, train
+from common.chance import random_at
 from common.runner import compare, flags, launch
 
 
 class UEFL(nn.Module):
     """Encoder, codebook and classifier. With a codebook of size 0, it is FedAvg's model.
 
+    precision   see models.Classifier
     token_norm  a layer norm without parameters follows the encoder, in FedAvg, too. It is ours:
                 tokens after ReLUs point in similar directions, and would use few codewords
     """
+
+    precision = "float32"
 
     def __init__(self, features, codebook, classifier, token_norm):
         super().__init__()
@@ -72,14 +77,16 @@ class UEFL(nn.Module):
 
     def encode(self, x):
         """x -> tokens [N, l, d]: h w of them from a feature map [N, d, h, w], one from a vector."""
-        z = self.features(x).float()  # line 12; it is bfloat16 under autocast
+        with models.autocast(self, x):
+            z = self.features(x).float()  # line 12
         z = z.reshape(*z.shape[:2], -1).mT
         return F.layer_norm(z, z.shape[-1:]) if self.token_norm else z
 
     def forward(self, x, may_use=None):
         """p = f_C(f_D(f_E(x))) (equation 1): x -> logits [N, C] and L_code."""
-        c, code_loss, _ = self.codebook(self.encode(x), may_use)
-        return self.classifier(c.mT).float(), code_loss  # line 14; channels come first, as in a map
+        with models.autocast(self, x):
+            c, code_loss, _ = self.codebook(self.encode(x), may_use)
+            return self.classifier(c.mT).float(), code_loss  # line 14; channels first, as in a map
 
     def uses(self, may_use):
         """Which weights of theta each client uses, bool [K, P]: all but the others' codewords.
@@ -141,6 +148,10 @@ class ExtensibleCodebook(nn.Module):
         straight_through = z + (c - z).detach()
         return straight_through.view(tokens.shape), loss, indices.view(*tokens.shape[:-1], -1)
 
+    def make_room(self, v: int) -> None:
+        """Has v codewords from now on, zeros until somebody sets them."""
+        self.codewords.data = self.codewords.new_zeros(v, self.codewords.shape[1])
+
     @torch.no_grad()
     def extend(self, codewords: Tensor) -> None:
         """Adds codewords [v, d / s]. An optimizer like Adam must be made anew afterwards."""
@@ -177,6 +188,13 @@ def average(theta: Tensor, thetas: Tensor, sizes: Tensor, uses: Tensor) -> Tenso
     return torch.where(n.sum(0) > 0, mean, theta).to(theta)
 
 
+def with_codewords(model: UEFL, theta: Tensor, codewords: Tensor) -> Tensor:
+    """theta [P] with these codewords [new, d / s] behind its own. The model has room for them."""
+    train.set_weights(model, theta)
+    model.codebook.extend(codewords)
+    return train.get_weights(model)
+
+
 def predictive_entropy(p: Tensor) -> Tensor:
     """Equation 6: probabilities p of T passes [T, N, C] -> the entropy of their mean, in nats [N].
 
@@ -199,54 +217,19 @@ def uncertain(entropies: Tensor, gamma: float) -> Tensor:
 
 @torch.no_grad()
 def client_uncertainty(model, batches, passes, may_use=None):
-    """Line 22 for one client: e_k, and beside it its perplexity, L_code, and confusion [C, C].
+    """Line 22 for one client: e_k, the mean entropy of its held-out samples, without their labels.
 
-    e_k is the mean entropy of the held-out samples, as in the authors' code, without labels. The
-    confusion is that of the mean probabilities of the same T passes with dropout, while the other
-    methods' files switch dropout off. Only the classifier has dropout, so encoder and codebook run
-    once for all passes. The paper does not define perplexity: as in the authors' code, it is
-    exp(entropy) of how often a codeword is used.
+    With it come the measures of the same passes, see evaluation.of_words. Only the classifier has
+    dropout, so encoder and codebook run once for all passes.
     """
     model.classifier.train()  # so that dropout stays on
-    seen = []
+    entropies, beside = [], []
     for x, y in batches:
-        c, code_loss, index = model.codebook(model.encode(x), may_use)  # once for all passes
+        c, code_loss, index = model.codebook(model.encode(x), may_use)
         p = torch.stack([model.classifier(c.mT).float().softmax(1) for _ in range(passes)])
-        answers = train.confusion(y, p.mean(0).argmax(1), p.shape[2])
-        code_losses = code_loss.expand(len(y))  # one per sample, for their mean
-        seen.append((predictive_entropy(p), code_losses, index.flatten(), answers[None]))
-    entropies, code_losses, indices, answers = map(torch.cat, zip(*seen, strict=True))
-    usage = indices.bincount().float()
-    perplexity = torch.special.entr(usage / usage.sum()).sum().exp()
-    return entropies.mean(), perplexity, code_losses.mean(), answers.sum(0)
-
-
-def report(args, trainer, theta, may_use, t, e, perplexities, code_losses, answers):
-    """What is only to be seen after round t, by column of metrics.csv."""
-    # Nobody in a domain that is left out has codewords of its own, so it may use all
-    tests = {}
-    for name, samples in trainer.clients.tests.items():
-        pieces = samples.split(1000)  # for several processes
-        ids = torch.arange(len(pieces))
-        *_, counts = trainer.map(client_uncertainty, theta, ids, pieces, t, passes=args.passes)
-        tests[name] = counts.sum(0)
-    row = {"uncertainties": e, "mE": e.mean(), **train.accuracy_columns(answers, tests)}
-    others = torch.arange(len(e), len(trainer.clients.test))  # who never trains may use all words
-    if len(others):
-        held = trainer.clients.test
-        *_, counts = trainer.map(client_uncertainty, theta, others, held, t, passes=args.passes)
-        row |= train.unseen_columns(counts, row["id_accuracy"])
-    accuracies, codewords, groups = row["accuracies"], may_use.sum(1), trainer.clients.groups
-    row |= {"mA": accuracies.mean(), "codewords": codewords}
-    if args.codebook_size:
-        row |= {"mP": perplexities.mean(), "code_loss": code_losses.mean()}
-    turned = []
-    if args.rotate:
-        turned = [k for k in range(len(e)) if groups[k] != f"{args.rotate[0]:g}"]
-    if turned:  # the example's silos whose angle is not the first of --rotate
-        row["turned_accuracy"] = accuracies[turned].mean()
-        row["turned_extended"] = (codewords[turned] > args.codebook_size).float().mean()
-    return row
+        entropies.append(predictive_entropy(p))  # line 22
+        beside.append((y, p.mean(0), code_loss.expand(len(y)), index.flatten()))
+    return torch.cat(entropies).mean(), *evaluation.of_words(*map(torch.cat, zip(*beside)))
 
 
 @torch.no_grad()
@@ -260,59 +243,56 @@ def client_codewords(model, batches, size, seed, t, k):
     return torch.from_numpy(centroids)
 
 
-def federate(args, clients, trainer, state):
+def federate(args, clients, trainer, t=0, iteration=1, theta=None, may_use=None, e=None):
     """Algorithm 1. Yields after each round the state to go on from, and what was measured.
 
     In the listing, lines 8 to 10 stand in the loop over rounds, while sections 3.1 and 3.2 add
-    codewords once per iteration, as we do: at its end, for the clients that are uncertain then.
-    Only these may use them, as we read section 3.1, while 3.2 speaks of "the clients that utilize"
-    a codeword. Line 10 adds v of them, and so do we, while tables 11, 14 and 16 double the
-    codebook.
+    codewords once per iteration, as we do. Only the uncertain clients may use them, as we read
+    section 3.1, while 3.2 speaks of "the clients that utilize" a codeword. Line 10 adds v of them,
+    and so do we, while tables 11, 14 and 16 double the codebook.
 
-    state    {} at the start, or what was yielded last
     may_use  the codewords that each client may use, bool [K, V]
+    e        e_k [K]
     """
-    n = clients.sizes[clients.ids]  # line 1: all silos are clients, with n_k samples
-    theta = state.get("theta", trainer.initial)  # line 2
-    may_use = state.get("may_use", theta.new_ones(len(n), args.codebook_size).bool())
-    codewords = trainer.model.codebook.codewords
-    codewords.data = theta.new_zeros(may_use.shape[1], codewords.shape[1])  # room for theta's
-    t, e = state.get("t", 0), state.get("e", torch.zeros(len(n)))  # line 3
-    for iteration in range(state.get("iteration", 1), args.iterations + 1):  # line 4
+    n = clients.sizes[clients.ids]  # line 1: every silo is a client k, with n_k samples
+    if t == 0:
+        theta, e = trainer.initial, torch.zeros(len(n))  # lines 2, 3
+        may_use = theta.new_ones(len(n), args.codebook_size).bool()
+    trainer.model.codebook.make_room(may_use.shape[1])  # for theta's codewords
+    for iteration in range(iteration, args.iterations + 1):  # line 4
         last = args.rounds + (iteration - 1) * args.later_rounds  # line 23: later ones may be fewer
-        while t < last:  # line 5
-            t += 1
-            per_client = {"may_use": may_use}
+        first = last - (args.later_rounds if iteration > 1 else args.rounds)
+        growing = clients.ids[uncertain(e, args.gamma).cpu()]  # line 8: at first nobody, as e_k = 0
+        if len(growing) and t == first:  # and not in the middle, where a resumed run may begin
+            [words] = trainer.map(  # line 9: [new, v, d / s]
+                client_codewords, theta, growing, clients.train, t, {"k": clients.ids.tolist()},
+                size=args.codebook_size, seed=args.seed, t=t,
+            )  # fmt: skip
+            trainer.count(growing, 1, words[0].numel())
+            theta = with_codewords(trainer.model, theta, words.flatten(0, 1))
+            owns = clients.ids[:, None] == growing.repeat_interleave(args.codebook_size)
+            may_use = torch.cat([may_use, owns.to(may_use.device)], dim=1)  # line 10
+        per_client = {"may_use": may_use}
+        for t in range(t + 1, last + 1):  # line 5
             uses = trainer.model.uses(may_use)
             # Lines 6, 7, 19: theta goes to all clients; their weights [K, P] and losses [K] return
             thetas, losses = trainer.train(
                 client_update, theta, clients.ids, t, per_client, sent=uses.sum(1)
             )
             theta = average(theta, thetas, n, uses)  # line 20
-            row = {"selected": clients.ids, "train_loss": losses.mean()}
+            row = {"selected": clients.ids, "train_loss": losses.mean(), "iteration": iteration}
             if t == last or trainer.is_due(t):
-                # Line 22: [K]
-                e, *others = trainer.map(
+                e, *seen = trainer.map(  # line 22: [K]
                     client_uncertainty, theta, clients.ids, clients.test, t, per_client,
                     passes=args.passes,
                 )  # fmt: skip
                 trainer.count(clients.ids, numbers=1)  # e_k goes up
-                row |= report(args, trainer, theta, may_use, t, e, *others)
-            state = {"t": t, "theta": theta, "may_use": may_use, "e": e, "iteration": iteration}
-            yield state, row | {"iteration": iteration, **trainer.cost()}
-        growing = clients.ids[uncertain(e, args.gamma).cpu()]  # line 8
-        if not len(growing) or iteration == args.iterations:  # line 24
+                measure = partial(client_uncertainty, passes=args.passes)
+                row |= evaluation.evaluate_silos(trainer, theta, t, measure, e, may_use, seen, args)
+            state = {"t": t, "iteration": iteration, "theta": theta, "may_use": may_use, "e": e}
+            yield state, row | trainer.cost()
+        if not uncertain(e, args.gamma).any():  # line 24
             return
-        # Line 9: [new, v, d / s]
-        [words] = trainer.map(
-            client_codewords, theta, growing, clients.train, t, {"k": clients.ids.tolist()},
-            size=args.codebook_size, seed=args.seed, t=t,
-        )  # fmt: skip
-        trainer.count(growing, 1, words[0].numel())
-        trainer.model.codebook.extend(words.flatten(0, 1))  # map() has given the model theta
-        theta = train.get_weights(trainer.model)
-        owns = clients.ids[:, None] == growing.repeat_interleave(args.codebook_size)
-        may_use = torch.cat([may_use, owns.to(may_use.device)], dim=1)  # line 10
 
 
 def build_model(args, shape, classes):
@@ -324,7 +304,7 @@ def build_model(args, shape, classes):
         raise UserError(f"--model {args.model} has no dropout, so passes are equal: choose another")
     if base.dim % args.segments:
         raise UserError(f"--segments {args.segments} does not divide a token's {base.dim} channels")
-    with devices.seeded(torch.device("cpu"), args.seed, "codebook"):
+    with chance.seeded(torch.device("cpu"), args.seed, "codebook"):
         codebook = ExtensibleCodebook(
             args.codebook_size, base.dim, args.segments, args.commitment, args.beta
         )
@@ -373,6 +353,13 @@ SMALL = {  # ours
     "cifar100": QUICK | dict(gamma=0.02),
     "folder": QUICK | dict(image_size=32, local_epochs=2, gamma=0.1),
 }
+EXAMPLE = dict(
+    prediction=(
+        "the model is least certain about the turned silos, so they get codewords of their own, "
+        "and gain accuracy over a codebook that is not extended"
+    ),
+    shows_in={"turned_extended": "above", "turned_accuracy": "above"},
+)
 
 
 def own_flags(add) -> None:
@@ -400,12 +387,7 @@ def main(argv: list[str] | None = None):
         label, args.iterations = "FedAvg", 1  # nobody is extended, so both baselines are the same
     if args.sample:
         raise UserError("--sample: in UEFL all clients train in each round; see --participating")
-    prediction = (
-        "the model is least certain about the turned silos, so they get codewords of their own, "
-        "and gain accuracy over a codebook that is not extended"
-    )
-    shows_in = {"turned_extended": "above", "turned_accuracy": "above"}
-    return compare.run(args, federate, label, baselines, prediction, shows_in, build_model)
+    return compare.run(args, federate, label, baselines, EXAMPLE, build_model)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """What the six methods share. The first lines of each module say what it is for."""
 
 import sys
-import zlib
+from zipfile import ZipFile, is_zipfile
 
-import numpy as np
 import torch
 
-if torch.__version__ < (2, 11):
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
     print(f"torch {torch.__version__} is too old: install 2.11 or newer", file=sys.stderr)
     sys.exit(2)
 
@@ -24,12 +23,23 @@ def first_line(error):
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
 
 
-def random_at(seed, purpose, *where):
-    """The random generator of (seed, purpose, *where); `where` is a round, a client and so on.
+def few(names):
+    """The first of these names, for a message."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
-    Every random draw of a run depends only on such an address, never on global state. So a client's
-    draws do not depend on which clients trained before it, and a resumed run draws the same
-    numbers.
+
+def one_of(name, options):
+    """The same name. Raises UserError if it is none of these options."""
+    if name not in options:
+        raise UserError(f"{name!r} is none of {', '.join(options)}")
+    return name
+
+
+def load_tensors(file, device="cpu"):
+    """What torch.save has written. It runs no code of the file.
+
+    Raises OSError if a checksum is wrong, at which torch.load does not look.
     """
-    # numpy treats [1, 2] and [1, 2, 0] as the same seed, so the length is part of the address
-    return np.random.default_rng([seed, zlib.crc32(purpose.encode()), len(where), *where])
+    if is_zipfile(file) and ZipFile(file).testzip():
+        raise OSError("it is damaged")
+    return torch.load(file, device, weights_only=True)

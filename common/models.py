@@ -6,6 +6,7 @@
 Their input is images, float32 [N, channels, height, width] in -1..1.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from textwrap import shorten
@@ -13,7 +14,7 @@ from textwrap import shorten
 import torch
 import torch.nn as nn
 
-from common import UserError, first_line
+from common import UserError, first_line, load_tensors, one_of
 
 OWN = {  # defined here: name -> channels
     "cnn": [32, 64],
@@ -27,15 +28,33 @@ NAMES = [*OWN, *TORCHVISION]
 class Classifier(nn.Module):
     """classifier(features(x)), where `features` may give vectors [N, d] or maps [N, d, h, w].
 
-    dim  d, if it is known
+    dim        d, if it is known
+    precision  of the forward pass, "float32" or "bfloat16", which a Trainer sets
     """
+
+    precision = "float32"
 
     def __init__(self, features, classifier, dim=None):
         super().__init__()
         self.features, self.classifier, self.dim = features, classifier, dim
 
+    def encode(self, x):
+        with autocast(self, x):
+            return self.features(x)
+
     def forward(self, x):
-        return self.classifier(self.features(x)).float()  # under autocast, too, for the loss
+        with autocast(self, x):
+            return self.classifier(self.encode(x)).float()  # for the loss
+
+
+def autocast(model, x):
+    """The context of a model's forward pass on x. Without bfloat16 it changes nothing.
+
+    It is the forward pass's alone, because FedIIR computes gradients inside of its loss.
+    """
+    if model.precision == "bfloat16":
+        return torch.autocast(x.device.type, torch.bfloat16)
+    return nullcontext()
 
 
 def build(name, shape, classes, width=1.0, dropout=0.0, pretrained="", pooled=True):
@@ -56,7 +75,7 @@ def build(name, shape, classes, width=1.0, dropout=0.0, pretrained="", pooled=Tr
     Draws the weights from torch's global generator. Raises UserError if name, shape or weights do
     not fit together.
     """
-    if pretrained and name in OWN:
+    if one_of(name, NAMES) in OWN and pretrained:
         raise UserError(
             f"--pretrained: there are no ImageNet weights for {name}; choose a model of torchvision"
         )
@@ -173,7 +192,7 @@ def _load_weights(net, pretrained, weights):
         if pretrained == "imagenet":
             state = weights.get_state_dict(check_hash=True)
         else:
-            state = torch.load(pretrained, "cpu")  # by default, it runs no code of the file
+            state = load_tensors(pretrained)
             state = state.get("state_dict", state.get("model", state))
         last = "fc.", "classifier."  # net has another layer there, or none
         net.load_state_dict({k: v for k, v in state.items() if not k.startswith(last)})

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -39,16 +40,15 @@ _all = None  # the group of all ranks, which wait for each other for days
 
 
 def how_many(processes, device, most):
-    """How many ranks to fork: `processes`, or one per GPU or core, but at most `most` and GPUs.
+    """How many ranks to fork: `processes`, or one per GPU or core, but at most `most`.
 
-    0 if this process itself should do the work: one of torchrun's ranks, a notebook, another system
-    than Linux, or with one GPU, which a forked process may not be able to use.
+    0 if this process itself should do the work: one of torchrun's ranks, a notebook, or another
+    system than Linux. This process must not compute on a GPU, because the ranks then could not.
     """
     if COUNT > 1 or not may_fork:
         return 0
     gpus = torch.cuda.device_count() if device in ("auto", "cuda") else int("cuda" in device)
-    count = min(processes or gpus or len(os.sched_getaffinity(0)), most, gpus or most)
-    return 0 if gpus and count == 1 else count
+    return min(processes or gpus or len(os.sched_getaffinity(0)), most)
 
 
 def start(work, count):
@@ -60,10 +60,6 @@ def start(work, count):
     """
     from torch import _dynamo  # noqa: F401  (the first optimizer would, for seconds, in each rank)
 
-    if threading.active_count() > 1:
-        raise UserError(
-            "threads would be lost in forked processes: start them in federate(), with daemon=True"
-        )
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -93,15 +89,10 @@ def _rank(rank, work, count, folder):
     for ends in (signal.SIGINT, signal.SIGTERM):  # at once, and so does the parent's death
         signal.signal(ends, signal.SIG_DFL)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    if count == 1 and os.isatty(0):
-        sys.stdin = open(0)  # noqa: SIM115  (for breakpoint)
     try:
         connect()
         (folder / f"result{rank}").write_bytes(pickle.dumps(work()))
         disconnect()
-        for process in multiprocessing.active_children():
-            if not process.daemon:  # of a pool that nobody has closed
-                process.kill()
     except (UserError, OSError) as e:
         (folder / f"error{rank}").write_bytes(pickle.dumps(e))
         sys.exit(1)
@@ -161,12 +152,26 @@ def exchange(mine):
     return handed_in
 
 
+def barrier():
+    """Waits for all ranks."""
+    exchange(None)
+
+
 def agree(facts, when, advice):
     """Raises UserError if the ranks differ in these facts, so that they would not fit together."""
     others = exchange(facts)
     names = [name for name in facts if any(other.get(name) != facts[name] for other in others)]
     if names:
         raise UserError(f"{when}the processes differ in their {' and '.join(names)}: {advice}")
+
+
+def say(text):
+    """Prints a line on stderr, on each machine once."""
+    if not LOCAL_RANK:
+        print(text, file=sys.stderr)
+
+
+say_once = lru_cache(say)
 
 
 def share_out(sizes):
@@ -195,7 +200,7 @@ def gather(results):
 def add_up(table):
     """Replaces the table by the sum of all ranks' tables. In most, a row holds zeros."""
     if COUNT > 1:
-        exchange(None)  # which says so if it takes long
+        barrier()  # which says so if it takes long
         total = table.cpu()  # by gloo, which notices if a rank has ended; NCCL would wait
         dist.all_reduce(total, group=_all)
         table.copy_(total)

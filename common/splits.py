@@ -2,7 +2,7 @@
 
 Every function's result depends only on its arguments. Here `pool`, `samples` and what a function
 returns are int64 positions in the data set, `labels` and `domain` are int64 [n], `clients` is how
-many there are, or for each one its samples, and rng is a numpy Generator.
+many there are, or for each one its samples, and rng is as in chance.py.
 """
 
 from dataclasses import dataclass, replace
@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common import UserError, random_at
+from common import UserError, one_of
+from common.chance import random_at, sample, shuffled
 
 MIN_SIZE = 10  # every client has at least this many samples
 MEAN_SIZE = 30  # by default there are so few clients that they have this many on average
+PARTITIONS = ["dirichlet", "iid", "shards", "domain", "rare", "specialists"]  # and silos
 RARE = 3  # how many classes are rare in the partition rare
 
 
@@ -25,7 +27,7 @@ class Clients:
     train, test    each client's training and test samples, int64 positions in the data set
     participating  M; these clients have the ids 0 .. M-1, so an id is also the row in a table
     per_round      K, how many of the participating clients a method selects per round
-    groups         for each client what it has in common with others, such as its domain, or ""
+    groups         each client's domain, if all its samples have the same, or ""
     tests          test sets that belong to no client, by name. ood: the standard test set,
                    or the domain left out; rare: its samples of the rare classes, if there are any
     label_counts   how many training samples of each class a client holds, float32 [N, C]; whoever
@@ -49,21 +51,6 @@ class Clients:
     def sizes(self):
         """n_k, the number of training samples of each client, float32 [N]."""
         return torch.tensor([float(len(samples)) for samples in self.train])
-
-
-def shuffled(samples, rng):
-    """The same samples in random order."""
-    return samples[torch.from_numpy(rng.permutation(len(samples)))]
-
-
-def sample(clients, k, rng, sizes=None):
-    """k of these clients at random, in ascending order: int64 [k].
-
-    sizes  one per client: their probabilities are proportional to it; by default all are equal
-    """
-    p = None if sizes is None else (sizes.double() / sizes.double().sum()).numpy()
-    chosen = rng.choice(len(clients), k, replace=False, p=p)
-    return clients[torch.from_numpy(np.sort(chosen))]
 
 
 def iid(pool, clients, rng):
@@ -236,6 +223,7 @@ def divide(data, pool, partition, clients, alpha, seed):
 
     Raises UserError if the clients are too many or too few.
     """
+    one_of(partition, PARTITIONS)
     rng, labels = random_at(seed, "split"), data.y[pool]
     if not clients and partition == "domain":
         clients = len(data.domain[pool].unique())
@@ -255,14 +243,6 @@ def divide(data, pool, partition, clients, alpha, seed):
     else:
         parts = by_class(labels, partition, len(data.classes), clients, rng)
     return [pool[samples] for samples in parts]
-
-
-def group(data, samples, partition):
-    """What a client with these samples has in common with others: see Clients.groups."""
-    if partition in ("domain", "silos"):
-        return data.domains[data.domain[samples[0]]]
-    one = {"rare": "a class of its own", "specialists": "one class"}.get(partition, "")
-    return "more classes" if one and len(data.y[samples].unique()) > 1 else one
 
 
 def participation(partition, clients, groups, m, k):
@@ -333,7 +313,9 @@ def make_clients(
         parts = divide(data, pool, partition, clients, alpha, seed)
         train, test = hold_out(parts, held_out, random_at(seed, "held out"))
     held = [torch.cat(samples) for samples in zip(train, test)]
-    groups = [group(data, samples, partition) for samples in held]
+    groups = [""] * len(held)
+    if partition in ("domain", "silos"):
+        groups = [data.domains[data.domain[samples[0]]] for samples in held]
     smallest, name = min(zip(map(len, held), groups))
     if smallest < MIN_SIZE:
         raise UserError(

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 
 from common import UserError
 from common.runner import launch
+from common.runner.runs import machine_in
 from results.tables import RESULTS, csv_of, read, read_csv
 
 ROOT = RESULTS.parent
@@ -60,7 +61,7 @@ def lines(out, label, seed, columns):
         if any(row.get(column) for column in columns[5:]):  # beside the round
             counts = {"clients": str(len(selected)), "clients_so_far": str(len(so_far))}
             found.append(row | counts)
-    flags, machine = about["flags"], about["machine"]
+    flags, machine = about["flags"], machine_in(about)
     found[0] |= {
         "experiment": label, "seed": seed, "code": flags["code"].get(f"{flags['method']}.py", ""),
         "torch": machine["torch"], "device": machine["device"], "precision": flags["precision"],

@@ -7,31 +7,23 @@ one, run by run with the same seed and test domain, and a number is a mean over 
 table that a run prints at its end. A run that is damaged or has not finished is left out.
 """
 
-import csv
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from common import UserError, first_line
 from common.runner import launch, table
-from common.runner.runs import read_args
+from common.runner.flags import read_args
+from common.runner.runs import machine_in, read_rows
 
 
 def read(folder):
     """The run in this folder, as table.report() takes it. Raises any error if it is damaged."""
-    (folder / "model.pt").stat()  # is there when a run has finished
-    about = read_args(folder)
-    text = (folder / "metrics.csv").read_text(encoding="utf-8-sig")
-    if ";" in text:  # a spreadsheet has saved it, and may have written 0,5 for 0.5
-        text = text.replace(",", ".").replace(";", ",")
-    csv.field_size_limit(2**31 - 1)  # a column may hold a whole model
-    rows = []
-    for line in csv.DictReader(text.splitlines()):
-        numbers = {c: float(line[c]) for c in table.COLUMNS if line.get(c)}
-        rows.append({"round": int(line["round"]), **numbers})
-    assert rows and None not in line.values(), "metrics.csv is empty, or cut off"
-    args = Namespace(**about["flags"])
-    return Namespace(args=args, rows=rows, images=about["images"], machine=about["machine"])
+    about, rows = read_args(folder), read_rows(folder)
+    assert about.get("finished") == rows[-1]["round"], "its last round is missing"
+    args, machine = Namespace(**about["flags"]), machine_in(about)
+    shared = {"images": about["images"], "classes": about["classes"]}
+    return Namespace(args=args, rows=rows, machine=machine, **shared)
 
 
 def row(folder):

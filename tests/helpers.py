@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 import common.data
-from common import random_at
+from common.chance import random_at
 from common.data import Dataset
 from common.runner import compare, flags, runs
 from common.train import Trainer, set_weights

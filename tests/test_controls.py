@@ -8,7 +8,7 @@ from helpers import logits_by_hand, prepared, ten_classes
 from test_variations import CONTROLS, apply
 
 import fedavg
-from common import random_at
+from common.chance import random_at
 from common.glyphs import coloured
 from common.splits import Clients, shuffled
 from common.train import LocalTraining, local_solver, set_weights

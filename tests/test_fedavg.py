@@ -14,7 +14,7 @@ from helpers import (
 import fedavg
 import fediir
 import uefl
-from common import random_at
+from common.chance import random_at
 from common.runner import compare
 from common.splits import sample
 

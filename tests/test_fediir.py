@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from helpers import gradient_of, logits_by_hand, sgd_by_hand
 
 import fediir
-from common import random_at
+from common.chance import random_at
 from common.models import Classifier
 from common.splits import sample
 from common.train import get_weights, set_weights

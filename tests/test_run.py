@@ -45,7 +45,7 @@ import fediir
 import minimax_select
 import uefl
 from common import UserError, ranks
-from common.folders import say_once
+from common.ranks import say_once
 from common.runner import compare, flags, plots, runs, watch
 from common.splits import make_clients
 from common.train import ADVICE, Trainer

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from common import RunError, UserError, devices
-from common.folders import say_once
 from common.models import build
+from common.ranks import say_once
 from common.splits import Clients
 from common.train import (
     LocalTraining,

@@ -12,7 +12,7 @@ from helpers import gradient_of, outcome, prepared, sgd_by_hand
 from scipy.cluster.vq import kmeans2
 
 import uefl
-from common import random_at
+from common.chance import random_at
 from common.train import get_weights, set_weights
 from uefl import ExtensibleCodebook, average, predictive_entropy, uncertain
 

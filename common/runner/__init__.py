@@ -11,10 +11,8 @@ from pathlib import Path
 
 import torch
 
-from common import UserError, devices, ranks
-from common.folders import say
-
-devices.seed_all(0, "program")  # a changed file may draw before its first round, as in main()
+from common import UserError, ranks
+from common.ranks import say
 
 
 def launch(main):
@@ -25,6 +23,8 @@ def launch(main):
     stderr.
     """
     ranks.may_fork = sys.platform == "linux"
+    for stream in (sys.stdout, sys.stderr):  # a table must not fail at a name or a sign
+        stream.reconfigure(errors="backslashreplace")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     torch.set_num_threads(1)  # see devices.set_up
     socket.setdefaulttimeout(60)  # for a download that does not answer

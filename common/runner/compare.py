@@ -9,24 +9,27 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import RunError, UserError, data, devices, models, ranks, splits
-from common.folders import few, say
-from common.runner import plots, table
-from common.runner.runs import Run, check_free, own_modules, write_args
-from common.runner.watch import Watch
+from common import (
+    RunError,
+    UserError,
+    chance,
+    data,
+    devices,
+    few,
+    first_line,
+    models,
+    ranks,
+    splits,
+)
+from common.ranks import say
+from common.runner import plots, runs, table
 from common.train import LocalTraining, Trainer
 
-
-class State(dict):
-    """The state that federate() gets. Where it reads the round, that round's draws begin.
-
-    So they do not depend on what it has drawn before, which is the same after a resume.
-    """
-
-    def get(self, name, default=None):
-        if name == "t":
-            self.begin()
-        return super().get(name, default)
+METHODS = "fedavg entropy_weighting minimax_select convex_hull_select fediir uefl".split()
+CONTRACT = (
+    "what a round needs is in the state that federate() yields; what it draws comes from "
+    "random_at, or from the global generators of torch, numpy or Python inside that round"
+)
 
 
 def build_model(args, shape, classes):
@@ -38,7 +41,7 @@ def assemble(args, dataset, build=build_model):
     """The clients and the initial model. Raises UserError if the flags do not fit the data."""
     if len(dataset.classes) == 1:
         raise UserError(f"{dataset.name} has only one class, {dataset.classes[0]}: two are needed")
-    with devices.seeded(torch.device("cpu"), args.seed, "model", 0):  # the same on any device
+    with chance.seeded(torch.device("cpu"), args.seed, "model", 0):  # the same on any device
         clients = splits.make_clients(
             dataset,
             args.seed,
@@ -58,18 +61,21 @@ def assemble(args, dataset, build=build_model):
 
 def local_training(args):
     """How a client trains, from these flags."""
-    return LocalTraining(args.local_epochs, args.batch_size, args.lr, args.optimizer, args.momentum)
+    return LocalTraining(
+        args.local_epochs, args.batch_size, args.lr, args.optimizer, args.momentum,
+        args.weight_decay, args.lr_decay, args.local_steps,
+    )  # fmt: skip
 
 
-def run(args, federate, label, baselines, prediction, shows_in, build=build_model):
+def run(args, federate, label, baselines, example, build=build_model):
     """Runs a method, and then each baseline with as many rounds and other flags.
 
-    federate    called as federate(args, clients, trainer, state); yields the state and a row of
-                metrics.csv after each round: see Run.record
+    federate    called as federate(args, clients, trainer, **state), without a state at the start;
+                yields the next state and a row of metrics.csv after each round: see Run.record
     label       what the method is called beside its baselines
     baselines   label -> the flags that change; a baseline that changes nothing here is left out
-    prediction  what the idea predicts for the example, against the first baseline: a sentence
-    shows_in    where it must show: column of metrics.csv -> "above" or "below"
+    example     "prediction": what the idea predicts for the example, against the first baseline;
+                "shows_in": where it must show, column of metrics.csv -> "above" or "below"
     build       called as build(args, shape, classes); returns the model
 
     The method runs first, in the folder args.out, and a baseline in args.out-NAME. With several
@@ -78,18 +84,24 @@ def run(args, federate, label, baselines, prediction, shows_in, build=build_mode
     the others are run and shown nevertheless. (Without the method's run there is none of its
     baselines, because nobody knows how many rounds they have.)
     """
+    if args.method not in METHODS:
+        label = args.method  # of a copy in a file of its own
     sides = [changed(args, name=args.name or label)]  # a baseline resumed alone keeps its name
     for name, own in baselines.items():
         if args.compare and any(getattr(args, flag) != value for flag, value in own.items()):
-            side = changed(args, **own, name=name, compare=False, method_rounds=args.rounds)
+            side = changed(args, **own, name=name, compare=False)
             side.out += f"-{name.lower().replace(' ', '-')}"
-            sides.append(side)  # its own rounds may be fewer, as many as its method came to
-    modules = own_modules()
+            if side.iterations == 1:  # in UEFL this is one long iteration
+                side.rounds += (args.iterations - 1) * args.later_rounds
+            sides.append(side)
+    names = [side.name for side in sides]
+    if len({name.lower() for name in names}) < len(names):
+        raise UserError(f"two rows have one name: {', '.join(names)}")
     if ranks.LOCAL_RANK:  # the first one may download the data
-        ranks.exchange(None)
+        ranks.barrier()
     dataset = data.load(args.dataset, args.data_dir, args.image_size)
     if not ranks.LOCAL_RANK:
-        ranks.exchange(None)
+        ranks.barrier()
 
     @lru_cache(maxsize=1)
     def data_of(seed):
@@ -107,57 +119,22 @@ def run(args, federate, label, baselines, prediction, shows_in, build=build_mode
             say(f"no participating client has samples of {few(untrained)}")
     if not args.resume and not ranks.RANK:
         for side in sides:
-            check_free(Path(side.out))
+            runs.check_free(Path(side.out))
 
     count = ranks.how_many(args.processes, args.device, clients.per_round)
     several = len(plans) > 1
-
-    def run_one(own):
-        device, own.precision = devices.set_up(own.device, own.precision, own.model)
-        dataset = data_of(own.seed)
-        clients, model = assemble(own, dataset, build)
-        run = Run(own, dataset, clients, model, device)
-        if several and not ranks.RANK:  # after Run(), which may have refused the flags
-            write_args(Path(args.out), {"flags": {**vars(args), "precision": own.precision}}, True)
-        look_once = lru_cache(lambda t: watch.look(rounds, None))
-
-        def progress(t, share):
-            run.progress(t, share)
-            look_once(t)
-
-        trainer = Trainer(
-            dataset, clients, model, device, local_training(own), own.seed, own.precision,
-            own.evaluate_every, own.rounds, progress,
-        )  # fmt: skip
-        watch = Watch(modules, trainer, run.kept)
-        if run.rows:
-            vars(trainer).update({name: run.rows[-1].get(name, 0) for name in trainer.cost()})
-        else:
-            plots.clients(run)
-        state = State(run.state)
-        state.begin = partial(devices.seed_all, own.seed, "round", run.t + 1)
-        rounds = () if run.ended else federate(own, clients, trainer, state)
-        devices.seed_all(own.seed, "start")
-        try:
-            for state, row in rounds:
-                watch.look(rounds, state)
-                run.record(state, row)
-                devices.seed_all(own.seed, "round", run.t + 1)
-        except SystemExit as e:
-            raise UserError("sys.exit() has ended it, so return from federate() instead") from e
-        return run.finish()
-
-    runs, failed = {}, []
+    is_alone = count == 1 and not several and len(sides) == 1
+    found, failed = {}, []
     try:
         for plan in plans:
-            rounds = args.rounds
+            stop = None
             for own in plan:
-                own.rounds = rounds
+                own.stop = stop
                 try:
-                    data_of(own.seed)  # here, because all of a seed's runs need the same
-                    one = partial(run_one, own)
+                    shared = {**vars(args)} if several else None
+                    one = partial(run_one, own, federate, data_of(own.seed), build, shared)
                     # In processes of its own, so that nothing that it keeps goes to the next one
-                    run = ranks.start(one, count) if count * len(sides) * len(plans) > 1 else one()
+                    run = ranks.start(one, count) if count and not is_alone else one()
                 except Exception as e:
                     # A full disk is a plain OSError. All of torchrun's ranks meet a RunError
                     ends_all = type(e) is OSError or ranks.COUNT > 1 or not several
@@ -170,22 +147,103 @@ def run(args, federate, label, baselines, prediction, shows_in, build=build_mode
                     if own is plan[0]:  # nobody knows how many rounds its baselines would have
                         break
                 else:
-                    runs.setdefault(own.name, []).append(run)
-                    rounds = run.t  # a baseline stops when the method has stopped
-        if runs:
-            plots.curves(Path(args.out) / "curves.png", runs)
-            first, *others = runs  # the first baseline is the last row, with which all are compared
-            table.report({name: runs[name] for name in (first, *reversed(others))})
+                    found.setdefault(own.name, []).append(run)
+                    stop = run.t  # a baseline stops when the method has stopped
+        if found:
+            first, *others = found  # the first baseline is the last row, and all compare with it
+            table.report({name: found[name] for name in (first, *reversed(others))})
+            try:
+                plots.curves(Path(args.out) / "curves.png", found)
+            except Exception as e:  # of a column of the user's, say
+                say(f"curves.png cannot be drawn ({first_line(e)})")
             print(f"Metrics, models and pictures of {args.dataset} are in {args.out}")
     except (KeyboardInterrupt, OSError) as e:
         if (Path(args.out) / "args.json").exists():
             e.add_note(f"continue with --resume {args.out}")
         raise
-    if args.is_example and not failed and len(runs) > 1:
-        verdict(runs, prediction, shows_in)
+    if args.is_example and not failed and len(found) > 1:
+        verdict(found, **example)
     if failed and not ranks.RANK:  # which still draws when another one of torchrun's has ended
         raise UserError("; ".join(failed))
-    return runs
+    return found
+
+
+def run_one(own, federate, dataset, build, shared):
+    """One run, in each of its ranks: federate() with these flags. Returns the Run.
+
+    shared  the flags of the whole command if it has several runs, for args.json, or None
+
+    The second round is rehearsed: it begins again, as in a new program, from a copy of the state
+    that the first one has yielded. See compare_rounds.
+    """
+    device, own.precision = devices.set_up(own.device, own.precision, own.model)
+    clients, model = assemble(own, dataset, build)
+    run = runs.Run(own, dataset, clients, model, device)
+    if shared and not ranks.RANK:  # after Run(), which may have refused the flags
+        text = runs.as_json({"flags": {**shared, "precision": own.precision}})
+        runs.write_whole(Path(shared["out"]) / "args.json", text)
+
+    def begin(clients, model, state, progress):
+        trainer = Trainer(
+            dataset, clients, model, device, local_training(own), own.seed, own.precision,
+            own.evaluate_every, run.total, progress,
+        )  # fmt: skip
+        if run.rows:
+            vars(trainer).update({name: run.rows[-1].get(name, 0) for name in trainer.cost()})
+        try:
+            return federate(own, clients, trainer, **state)
+        except TypeError as e:
+            raise UserError(f"{e}: its parameters after trainer are what it yields as state") from e
+
+    try:
+        if not run.rows:
+            plots.clients(run)
+        rounds = () if run.ended else begin(clients, model, run.state, run.progress)
+        chance.seed_all(own.seed, "round", run.t + 1)
+        for i, (state, row) in enumerate(rounds, 1):
+            if i == 1:
+                copy = runs.packed(state)
+            if i == 2:
+                before = runs.unpacked(copy, device)
+                old = runs.weights_in(before).clone()
+                waits = lambda t, share: run.progress(t, 0)  # noqa: E731
+                again = begin(*assemble(own, dataset, build), before, waits)
+                chance.seed_all(own.seed, "round", run.t + 1)
+                compare_rounds(old, (state, row), next(iter(again), ({}, {})))
+                del copy, before, again  # a table of updates may be large
+            run.record(state, row)
+            if run.t == own.stop:
+                break
+            chance.seed_all(own.seed, "round", run.t + 1)
+        return run.finish()
+    except SystemExit as e:
+        raise UserError("sys.exit() has ended it, so return from federate() instead") from e
+    finally:
+        run.close()
+
+
+def compare_rounds(old, first, second):
+    """Raises UserError if a round comes out otherwise when it begins from the state alone.
+
+    old            the weights before it [P]
+    first, second  the state and the row that it yields
+
+    On a CPU both must be the same, but for a clock. A GPU's sums may come in another order, so
+    there the weights may differ by a hundredth of what the round has changed.
+    """
+    (state, row), (other, other_row) = first, second
+    w, there = runs.weights_in(state), runs.cells(other_row)
+    may_differ = 0.01 * (w - old).norm() if w.is_cuda else 0.0
+    here = {} if w.is_cuda else runs.cells(row)
+    differ = [column for column in here if here[column] != there.get(column)]
+    if not other or (w - runs.weights_in(other)).norm() > may_differ:
+        differ = ["model", *differ]
+    # In all processes, or the others would wait
+    if differ := max(ranks.exchange(differ), key=len):
+        raise UserError(
+            f"round {state['t']} comes to another {few(differ)} if it begins again from the state "
+            f"of the round before: {CONTRACT}"
+        )
 
 
 def plans_of(sides, seeds, domains):

@@ -1,8 +1,10 @@
 """What the user types: the flags that all methods share, with defaults by data set."""
 
 import argparse
+import json
 import re
 import sys
+import sysconfig
 from argparse import BooleanOptionalAction
 from datetime import datetime
 from functools import cache
@@ -10,19 +12,28 @@ from hashlib import sha1
 from os.path import isfile, relpath
 from pathlib import Path
 
-from common import UserError, data, models
-from common.runner.runs import MAY_CHANGE, own_modules, read_args, refuse_others
+from common import RunError, UserError, data, few, first_line, models
+from common.splits import PARTITIONS
 
-DIVIDED = ["dirichlet", "iid", "shards", "domain", "rare", "specialists"]
+# Flags that move no number: where a run computes, and where its files lie. The images of a folder
+# are compared by their fingerprint
+OF_A_MACHINE = {"resume", "out", "device", "processes", "data_dir", "dataset", "compare"}
+ANEW = "start a new run, or if it is one seed of several, delete its folder and resume"
 NEEDS = {  # flag -> the values of another flag with which it changes anything
     "dirichlet": ("partition", ["dirichlet"]),
     "silos": ("partition", ["silos"]),
     "silo_size": ("partition", ["silos"]),
-    "clients": ("partition", DIVIDED),
-    "held_out": ("partition", DIVIDED),
+    "clients": ("partition", PARTITIONS),
+    "held_out": ("partition", PARTITIONS),
     "width": ("model", models.OWN),
     "momentum": ("optimizer", ["sgd"]),
 }
+
+# What --small changes in FedAvg and Wu et al.'s methods, ours
+QUICK = dict(
+    model="cnn", width=0.25, batch_size=32, local_epochs=5, lr=0.05, rounds=20, evaluate_every=1,
+)  # fmt: skip
+SMALL = {"other": QUICK, "folder": QUICK | dict(image_size=32)}
 
 
 def within(kind, low, high=10**9):
@@ -61,7 +72,7 @@ def add_shared_flags(parser, example):
     example  the data set of the method's example
     """
     # What only some methods have as a flag
-    parser.set_defaults(held_out=None, iterations=1, later_rounds=0, name=None)
+    parser.set_defaults(held_out=None, iterations=1, later_rounds=0, name=None, stop=None)
     add = parser.add_argument_group("settings").add_argument
     add("--dataset", default=example,
         help=f"{', '.join(data.NAMES)} (emnist: its ten digits), or a folder of images")
@@ -84,7 +95,7 @@ def add_shared_flags(parser, example):
 
     add = parser.add_argument_group("clients").add_argument
     add("--partition",
-        choices=[*DIVIDED, "silos"],
+        choices=[*PARTITIONS, "silos"],
         help="""which client holds which samples. dirichlet: different shares of the labels; iid:
         random equal parts; shards: equal parts with about two labels each; domain: one domain per
         client; silos: see --silos; rare: three clients hold a class that nobody else has;
@@ -109,10 +120,14 @@ def add_shared_flags(parser, example):
         help="start from ImageNet weights, downloaded or from FILE (resnet18, resnet50, vgg16)")
     add("--rounds", type=whole, default=30, help="T, communication rounds")
     add("--local-epochs", type=whole, default=5, help="E, a client's passes over its data")
+    add("--local-steps", type=whole, help="so many steps of a client take the place of its epochs")
     add("--batch-size", type=whole, default=32, help="B, samples in a step of local training")
     add("--lr", type=positive, default=0.05, help="step size of local training")
+    add("--lr-decay", type=within(float, 1e-3, 1), default=1.0,
+        help="lr is multiplied by this after each round")
     add("--optimizer", choices=["sgd", "adam"], default="sgd", help="of local training")
     add("--momentum", type=within(float, 0, 0.999), default=0.0, help="momentum of sgd")
+    add("--weight-decay", type=within(float, 0), default=0.0, help="of both optimizers")
 
     add = parser.add_argument_group("run").add_argument
     add("--compare", action=BooleanOptionalAction, default=True,
@@ -124,8 +139,8 @@ def add_shared_flags(parser, example):
     add("--device", default="auto",
         help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one")
     add("--processes", type=whole, metavar="N",
-        help="""on Linux, how many processes share a round's clients; no result depends on it
-        (default: one per core or GPU, and no more than clients in a round)""")
+        help="""on Linux, how many processes share a round's clients and the GPUs; no result
+        depends on it (default: one per core or GPU, and no more than clients in a round)""")
     add("--precision", choices=["float32", "bfloat16", "auto"], default="auto",
         help="of the forward pass; bfloat16: autocast; auto: what is fast here")
     add("--out", metavar="DIR",
@@ -146,8 +161,6 @@ def parse(file, doc, settings, small, own_flags, argv=None):
     it stands. Raises UserError for flags that make no sense, or that NEEDS says have no effect.
     """
     argv = sys.argv[1:] if argv is None else argv
-    # A shell leaves the ~ of --out=~/x as it is, and a script from Windows ends its lines with \r
-    argv = [word.strip().replace("=~/", f"={Path.home()}/", 1) for word in argv]
     # An empty value comes from a shell variable that is not set
     if any(not word or word.endswith("=") for word in argv):
         raise UserError("a flag's value is empty: give one, or leave the flag out")
@@ -168,11 +181,13 @@ def parse(file, doc, settings, small, own_flags, argv=None):
     given = [known[flag] for word in argv if (flag := word.split("=")[0]) in known]
     typed = {action.dest: action.option_strings[0] for action in given}
     for action in given:
-        if action.nargs == "+" and given.count(action) > 1:
-            raise UserError(f"{typed[action.dest]} is given twice: give its values together")
+        if given.count(action) > 1:
+            raise UserError(f"{typed[action.dest]} is given twice: give it once")
     chosen, _ = parser.parse_known_args(argv)  # --dataset, --small and --resume say the defaults
     saved = saved_flags(chosen)
     defaults = saved or defaults_for(chosen, settings, small)
+    if unknown := [] if saved else [*defaults.keys() - vars(chosen).keys()]:
+        raise UserError(f"SETTINGS has {few(unknown)}, which no flag is called")
     parser.set_defaults(**defaults)
     parser.add_argument("-h", "--help", action="help", help="show this text")  # with these defaults
     args = parser.parse_args(argv)
@@ -181,33 +196,41 @@ def parse(file, doc, settings, small, own_flags, argv=None):
     if saved:
         if args.precision == "auto":  # the run began with what this meant there
             args.precision = saved["precision"]
-        refuse_others(args.resume, saved, vars(args))
+        refuse_others(Path(args.resume), saved, vars(args))
     else:
         infer_partition(args, typed)
         refuse_useless(args, typed)
-        args.is_example = not typed.keys() - MAY_CHANGE - {"out", "seeds", "precision"}
+        args.local_epochs = None if args.local_steps else args.local_epochs
+        args.is_example = not typed.keys() - OF_A_MACHINE - {"seeds", "precision"}
     name = f"{method}-{Path(args.dataset).stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     args.out = str(Path(args.out or f"runs/{name}"))
     return args
+
+
+def own_modules():
+    """The files of the modules that this program has imported, but of what is installed."""
+    installed = rf".*(site|dist)-packages|.*torchinductor|{re.escape(sysconfig.get_path('stdlib'))}"
+    own = rf"(?!{installed}).*[/\\].*\.py$"
+    files = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
+    return {file for file in files if re.match(own, file)}
 
 
 @cache  # for as long as the program, which keeps the code that it has imported, too
 def code_of(file, weights=""):
     """A hash of each file of own_modules(), of this one and of common/, by its path from here.
 
-    It is that of the code alone, without comments and empty lines.
+    It is that of the code alone, without empty lines and lines of comment.
 
     weights  a file that has a hash, too, if there is one
     """
-    files = {file, *(module.__file__ for module in own_modules().values())}
-    files.update(filter(isfile, [weights]), map(str, Path(__file__).parents[1].rglob("*.py")))
-    here = Path(file).parent
+    files = {file, *own_modules(), *map(str, Path(__file__).parents[1].rglob("*.py"))}
     found = {}
-    for f in sorted(files):
+    for f in sorted({*files, *filter(isfile, [weights])}):
         code = Path(f).read_bytes()
-        if f.endswith(".py"):  # a comment with a quote counts, because it may be part of a text
-            code = re.sub(rb"(?m)\r|^\s*(#.*)?\n| +#[^\"'\n]*$", b"", code)
-        found[relpath(f, here)] = sha1(code).hexdigest()[:7]
+        if f.endswith(".py"):
+            lines = [line.rstrip() for line in code.splitlines()]
+            code = b"\n".join(line for line in lines if line and not line.lstrip().startswith(b"#"))
+        found[relpath(f, Path(file).parent)] = sha1(code).hexdigest()[:7]
     return found
 
 
@@ -228,6 +251,11 @@ def defaults_for(chosen, settings, small):
     return {**defaults, **small.get(kind, small["other"])} if chosen.small else defaults
 
 
+def begun(folder):
+    """Whether a run in this folder, or inside, has finished a round. Before that, it is free."""
+    return any(folder.rglob("metrics.csv"))
+
+
 def saved_flags(chosen):
     """The flags of the run or comparison that goes on; none if a new one starts.
 
@@ -237,10 +265,41 @@ def saved_flags(chosen):
     if folder == "--out":
         if not chosen.out:
             raise UserError("--resume without a folder takes that in --out, which is missing")
-        folder = chosen.out if (Path(chosen.out) / "args.json").exists() else None
+        folder = chosen.out if begun(Path(chosen.out)) else None
     if not folder:
         return {}
     return read_args(Path(folder))["flags"] | {"processes": None, "out": folder}
+
+
+def read_args(folder):
+    """What args.json says. Raises UserError if it cannot be read."""
+    file = folder / "args.json"
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+        return {**about, "flags": dict(about["flags"])}
+    except Exception as e:  # there are many types for a file that is damaged
+        raise RunError(f"{file} cannot be read ({first_line(e)}): {ANEW}") from e
+
+
+def refuse_others(folder, saved, flags):
+    """Raises UserError if what has begun here was run with other flags, or with other code.
+
+    A run may become longer or shorter, by --rounds or by UEFL's --iterations.
+    """
+    if saved.get("method") != flags["method"]:
+        raise UserError(f"{folder} was started by {saved.get('method')}.py: resume it with that")
+    may_change = {*OF_A_MACHINE, "iterations", "stop"}
+    if saved.get("iterations") == 1:
+        may_change.add("rounds")
+    flags = json.loads(json.dumps(flags, default=str))  # as args.json has them
+    saved, flags = ({**found, **found.get("code", {}), "code": {}} for found in (saved, flags))
+    names = saved.keys() & flags.keys() - may_change
+    names = sorted(name for name in names if saved[name] != flags[name])
+    if names and begun(folder):
+        raise UserError(
+            f"{folder} differs in {few(names)}: undo that (for flags see its args.json), or start "
+            "a new run (another seed may have a folder of its own inside)"
+        )
 
 
 def infer_partition(args, typed):
@@ -261,6 +320,8 @@ def refuse_useless(args, typed):
     """Raises UserError if a flag that was typed has no effect."""
     if "image_size" in typed and args.dataset in data.NAMES:
         raise UserError(f"--image-size is for folders of images; {args.dataset} has its own size")
+    if {"local_steps", "local_epochs"} <= typed.keys():
+        raise UserError("--local-steps takes the place of --local-epochs: give one of them")
     for flag, (other, values) in NEEDS.items():
         if flag in typed and getattr(args, other) not in values:
             raise UserError(

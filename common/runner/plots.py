@@ -14,7 +14,7 @@ from common.runner.measures import MEASURES, in_percent, measure_of
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"]
 LINES = ["-", "--", ":", "-."]
 BELOW = "outside lower center"  # a legend below the whole figure
-PER_CLIENT = {  # column of metrics.csv with a number for each participating client -> its title
+PER_CLIENT = {  # column of metrics.csv with a number for each client -> its title
     "accuracies": "share of right answers on its held-out samples",
     "uncertainties": "uncertainty (nats)",
     "codewords": "codewords that it may use",
@@ -89,7 +89,8 @@ def panels(file, found, classes, ends=()):
                 axes.axvline(end, color="0.7", lw=0.8, label=label)
             if unit := measure_of(column).unit:
                 name += f" ({unit})"
-            axes.set(title=name, xlabel="round", ylim=(0, 100 if in_percent(column) else None))
+            low = min([0.0, *(v.min() for _, v in of_labels.values() if v.size)])
+            axes.set(title=name, xlabel="round", ylim=(low, 100 if in_percent(column) else None))
             if in_percent(column):
                 axes.axhline(100 / classes, color="0.5", ls=":", lw=0.9, label="chance")
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -98,33 +99,35 @@ def panels(file, found, classes, ends=()):
 
 def mean_and_runs(axes, i, at, values, label):
     """The i-th curve of a panel: the mean of values [runs, rounds], and a thin line for each."""
+    colour = COLOURS[i % len(COLOURS)]
     if len(values) > 1:
-        axes.plot(at, values.T, color=COLOURS[i], alpha=0.3, lw=0.6)
-    line = LINES[i % 4] if len(at) > 1 else "o"  # one evaluation is no line
-    axes.plot(at, values.mean(0), line, color=COLOURS[i], label=label, zorder=3)
+        axes.plot(at, values.T, color=colour, alpha=0.3, lw=0.6)
+    line = LINES[i % len(LINES)] if len(at) > 1 else "o"  # one evaluation is no line
+    axes.plot(at, values.mean(0), line, color=colour, label=label, zorder=3)
 
 
 def clients(run):
-    """clients.png: what each client holds. Right of the line nobody participates.
+    """clients.png: what each client holds, and below how often it trained and how it is served.
 
-    Below are bars: the rounds in which a client trained, and the last numbers of PER_CLIENT. Each
-    group of clients has a colour.
+    The bars are the last numbers of PER_CLIENT. Right of the line are the clients that never train,
+    with bars of another colour.
     """
-    m, classes = run.clients.participating, run.classes
+    clients, classes = run.clients, run.classes
+    n, m = len(clients.train), clients.participating
     bars = {}
     if run.rows:
         selected = [k for row in run.rows for k in row.get("selected", ())]
         bars["rounds in which it trained"] = np.bincount(selected, minlength=m)
     for column, title in PER_CLIENT.items():
-        found = [row[column] for row in run.rows if len(row.get(column, ())) == m]
+        found = [row for row in run.rows if column in row]
         if found:
-            bars[title] = np.array(found[-1])
-    counts, groups = run.clients.label_counts.T.numpy(), np.array(run.clients.groups[:m])
+            bars[title] = [*found[-1][column], *found[-1].get(f"unseen_{column}", [])]
     heights = [0.5 + 0.16 * min(len(classes), 30), *[1] * len(bars)]
-    width = np.clip(0.09 * len(run.clients.train) + 2, 4.5, 10)
+    width = np.clip(0.09 * n + 2, 4.5, 10)
     with picture(run.folder / "clients.png", width, 0.9 + 1.1 * sum(heights)) as figure:
         rows = figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)
         held, *others = rows[:, 0]
+        counts = clients.label_counts.T.numpy()
         held.imshow(counts, vmin=0)
         held.set(
             title=f"training samples of each class (black: {counts.max():.0f})", ylabel="class"
@@ -132,14 +135,15 @@ def clients(run):
         if len(classes) <= 20:
             held.set_yticks(range(len(classes)), classes)
         for axes, (title, values) in zip(others, bars.items()):
-            for i, group in enumerate(dict.fromkeys(groups)):
-                (mine,) = np.nonzero(groups == group)
-                axes.bar(mine, values[mine], color=COLOURS[i % len(COLOURS)], label=group)
+            axes.bar(range(len(values)), values, color=COLOURS[0])
+            axes.bar(range(m, len(values)), values[m:], color=COLOURS[1])
             axes.set(title=title)
         for axes in rows[:, 0]:
             axes.axvline(m - 0.5, color="black", lw=0.8)
-        rows[-1, 0].set(xlabel=f"client (0 to {m - 1} participate)")
+        rows[-1, 0].set(
+            xlabel=f"client (0 to {m - 1} participate{', others never train' * (m < n)})"
+        )
         rows[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
-        if bars and any(groups):
-            labels = others[0].get_legend_handles_labels()
-            figure.legend(*labels, loc=BELOW, ncols=4, title="a client holds")
+        if n <= 20 and any(clients.groups):
+            rows[-1, 0].set_xticks(range(n), clients.groups)
+            rows[-1, 0].set(xlabel="client, by its domain")

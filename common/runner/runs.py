@@ -1,89 +1,91 @@
-"""A run and its folder: flags, metrics, checkpoint, model and pictures, and the progress bar.
+"""A run and its folder: metrics, checkpoint, model and pictures, and the progress bar.
 
 A run can be killed at any time, and goes on with `--resume`: each file is written whole, and the
-checkpoint is some 30 seconds old. A new one, next.pt, takes its place when the round after it has
-ended, or when a resumed run has repeated its round. So a resumed run mostly repeats a round, and
-notices if it comes out otherwise. While it repeats rounds, nothing in the folder changes. At the
-end next.pt is the last state, and a run that is made longer goes on from the checkpoint before.
+checkpoint is some 30 seconds old. It takes its place when the round after it has ended, so it is
+never that of the last round. So a resumed run repeats a round, and notices if that comes out
+otherwise. Until it has repeated all rounds in metrics.csv, only the checkpoint changes.
 """
 
 import csv
+import fcntl
 import io
 import json
 import os
-import re
 import sys
-import sysconfig
 import time
 from contextlib import suppress
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from pickle import PickleError
-from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from common import RunError, UserError, first_line, ranks, train
-from common.folders import few, say, say_once
+from common import UserError, few, first_line, load_tensors, ranks, train
+from common.ranks import say, say_once
 from common.runner import plots
+from common.runner.flags import OF_A_MACHINE, begun, read_args, refuse_others
 
 tqdm.monitor_interval = 0  # its thread would be lost in the forked ranks
 SAVE_EVERY = 30  # seconds between two checkpoints
-ANEW = "start a new run, or if it is one seed of several, delete its folder and resume"
-ON_THE_BAR = {"train_loss": "loss", "id_accuracy": "ID", "ood_accuracy": "OOD"}
-MAY_CHANGE = {"resume", "device", "data_dir", "processes"}  # flags that move no number
-KEPT = ("state", "rows", "ended", "kept")  # what a checkpoint has
+ON_THE_BAR = {  # column -> its name there
+    "train_loss": "loss", "id_accuracy": "ID", "unseen_accuracy": "unseen", "ood_accuracy": "OOD",
+}  # fmt: skip
+LENGTH = "rounds", "iterations", "stop"
+IN_NEW_FOLDERS = {"args.json", "clients.png"}  # before the first round has ended
 
 
 class Run:
     """A run and its folder args.out.
 
-    state   what federate() yielded last, for the next round; {} in a new run. Its "w" or "theta" is
-            the model
-    rows    what metrics.csv holds, one dict per round, with numbers as numbers and lists as lists
-    t       the last finished round
-    ended   how many rounds it could have had when it ended, or 0
-    kept    hashes of what federate() keeps beside the state: see Watch
-    data    a number that changes if the data do
-    images  the same for all seeds: the name, and the number before a rotation
-    machine  see machine_of
+    state     what federate() yielded last, for the next round; {} in a new run. Its "w" or "theta"
+              is the model
+    rows      what metrics.csv holds, one dict per round, with numbers as numbers and lists as lists
+    t         the last finished round
+    ended     whether the run has come to its end
+    recorded  the norms, as text, of the rounds in metrics.csv that it has to repeat
+    images    the same for all seeds: the name, and the number before a rotation
+    about     what args.json holds: flags, data, and machines, see machine_of
+    machine   see machine_in
 
     Makes the folder and starts the clock, or takes up the last checkpoint in it. Raises UserError
     if the folder is taken, if it belongs to other data, or if the ranks do not fit together.
     """
 
     def __init__(self, args, data, clients, model, device):
-        self.args, self.clients, self.folder = args, clients, Path(args.out)
-        self.checkpoint, self.next = self.folder / "checkpoint.pt", self.folder / "next.pt"
-        self.model, self.state, self.rows, self.t = model, {}, [], 0
-        self.ended, self.has_saved, self.kept = 0, False, {}
-        self.classes, self.data = data.classes, data.fingerprint()
-        self.images = f"{data.name} {data.source or self.data}"
-        self.machine = machine_of(device)
-        self.started = time.monotonic()
+        self.args, self.clients, self.model, self.folder = args, clients, model, Path(args.out)
+        self.checkpoint, self.next, self.lock = self.folder / "checkpoint.pt", None, None
+        self.state, self.rows, self.t, self.ended, self.recorded = {}, [], 0, False, {}
+        self.classes = data.classes
+        fingerprint = data.fingerprint()
+        self.images = f"{data.name} {data.source or fingerprint}"
+        self.started, self.wrote = time.monotonic(), False
         self.save_at = 0.0  # the first round is saved at once
-        self.seen = {0: {}}  # round -> its line in metrics.csv, of rounds that a kill has undone
-        self.total = args.rounds + (args.iterations - 1) * args.later_rounds  # the most
-        goes_on = args.resume and (self.folder / "args.json").exists()
-        if goes_on:
-            self._take_up(device)
+        self.total = (
+            args.stop or args.rounds + (args.iterations - 1) * args.later_rounds
+        )  # the most
         self.about = {
             "flags": {**vars(args)},
-            "data": self.data,
+            "clients": [len(clients.train), clients.participating, clients.per_round],  # N, M, K
+            "data": fingerprint,
             "images": self.images,
             "classes": self.classes,
             "shape": [*data.x.shape[1:]],
-            "machine": self.machine,
+            "machines": [machine_of(device)],
         }
-        own = {*MAY_CHANGE, "out", "dataset"}  # of each machine
-        facts = {flag: value for flag, value in vars(args).items() if flag not in own}
-        ranks.agree({**facts, "data": self.data, "round": self.t}, "", "start all alike")
+        if not ranks.RANK:
+            self.lock = claim(self.folder)
+        goes_on = args.resume and begun(self.folder)
+        if goes_on:
+            self._take_up(device)
+        facts = {flag: value for flag, value in vars(args).items() if flag not in OF_A_MACHINE}
+        ranks.agree({**facts, "data": fingerprint, "round": self.t}, "", "start all alike")
+        self.machine = machine_in(self.about)
         if not ranks.RANK and not goes_on:
-            write_args(self.folder, self.about, False)
+            check_free(self.folder)
+            self._write_whole("args.json", as_json(self.about))
         self.bar = tqdm(
             desc=f"{args.name}, seed {args.seed}, round {self.t}",
             total=self.total,
@@ -95,29 +97,34 @@ class Run:
 
     def _take_up(self, device):
         """Goes on from the checkpoint in the folder, if there is one yet."""
-        before = read_args(self.folder)
-        saved = {**before["flags"], "out": self.args.out, "data": before["data"]}
-        refuse_others(self.folder, saved, {**vars(self.args), "data": self.data})
-        began, now = before["machine"], self.machine
-        others = [name for name in began if began[name].split(", then ")[-1] != now.get(name)]
+        before, now = read_args(self.folder), self.about
+        saved = {**before["flags"], "data": before["data"]}
+        refuse_others(self.folder, saved, {**vars(self.args), "data": now["data"]})
+        (machine,), *_, then = now["machines"], before["machines"][-1]
+        others = [name for name in machine if machine[name] != then.get(name)]
         if others:
             say(f"{self.folder} began with another {few(others)}, so its numbers may differ")
-        self.machine |= began | {name: f"{began[name]}, then {now.get(name)}" for name in others}
-        with suppress(Exception):  # it is missing or damaged
-            lines = csv.DictReader((self.folder / "metrics.csv").read_text("utf-8").splitlines())
-            if all("." in name for name in others):  # which a module of the user's holds
-                self.seen |= {int(line["round"]): line for line in lines}
-        for file in filter(Path.exists, (self.checkpoint, self.next)):
-            try:
-                found = torch.load(file, weights_only=True, map_location=device)
-                has_ended = (self.folder / "model.pt").exists() and found["ended"] == self.total
-                if file == self.checkpoint or has_ended:
-                    last = found["rows"][-1]
-                    vars(self).update(found, t=last["round"])
-                    self.started = time.monotonic() - last["seconds"]
-            except Exception as e:  # there are many types for a file that is damaged
-                say(f"{file} cannot be read ({type(e).__name__}), so more rounds may be repeated")
-        done = max(self.t + (not self.ended), *self.seen)
+        now["machines"] = before["machines"] + ([machine] if others else [])
+        rows = []
+        with suppress(Exception):  # metrics.csv is damaged, so there is nothing to compare
+            rows = read_rows(self.folder)
+        same_length = all(before["flags"][n] == now["flags"][n] for n in LENGTH)
+        if same_length and rows and before.get("finished") == rows[-1]["round"]:
+            self.rows, self.t, self.ended = rows, rows[-1]["round"], True
+            return
+        try:
+            found = load_tensors(self.checkpoint, device)
+            self.state, self.rows = found["state"], found["rows"]
+            self.t, seconds = self.rows[-1]["round"], self.rows[-1]["seconds"]
+            self.started = time.monotonic() - seconds
+        except FileNotFoundError:  # it was stopped in round 2
+            pass
+        except Exception as e:  # there are many types for a file that is damaged
+            say(f"{self.checkpoint} cannot be read ({first_line(e)}), so it begins with round 1")
+        # On another machine the last digits may differ
+        later = [row for row in rows if row["round"] > self.t]
+        self.recorded = {row["round"]: None if others else _cell(row["norm"]) for row in later}
+        done = max(self.t + 1, *self.recorded, 0)
         if done > self.total:
             raise UserError(f"{self.folder} has had {done} rounds: allow as many, or more")
 
@@ -138,11 +145,9 @@ class Run:
                file of its own, and the row has its columns' sums as `predicted`, and its diagonal
                as `hits`
 
-        Adds the norm of the model's weights, by which two runs can be compared, and leaves out what
-        is None. Raises UserError if a value is something else in the first round (later it is left
-        out), if args have changed, or if a resumed run could not read the state. It does so, too,
-        if a process has another row, or if the round had another norm before a kill has undone it,
-        and says so if only another column differs. (One with `seconds` in its name may differ.)
+        Adds the norm of the model's weights, by which two runs can be compared. Leaves out what is
+        None, and says so if it leaves out something else. Raises UserError if args have changed, or
+        if the round had another norm before a kill has undone it.
         """
         if taken := {"round", "seconds", "norm"} & row.keys():
             raise UserError(f"{' and '.join(taken)} is a column already: choose another name")
@@ -155,30 +160,16 @@ class Run:
         confusion = row.pop("confusion", None)
         if confusion is not None:
             row |= {"predicted": confusion.sum(0), "hits": confusion.diagonal()}
-        plain = {column: _plain(value) for column, value in row.items() if value is not None}
-        if wrong := [column for column in plain if plain[column] is None]:
-            why = f"{few(wrong)} is no number and no list of numbers"
-            if not self.rows:
-                raise UserError(why)
-            say_once(f"\n{why}, so it is left out")  # because the rounds before are worth more
-        row = {column: value for column, value in plain.items() if value is not None}
-        cells = {column: _cell(row[column]) for column in row if "seconds" not in column}
-        ranks.agree(
-            cells,
-            f"in round {self.t} ",
-            "measure by trainer.map, and call a clock's column my_seconds",
-        )
-        before = self.seen.get(self.t, {})
-        others = [c for c in cells if before.get(c) not in (None, "", cells[c])]
-        if others:
-            why = (
-                f"{self.folder}: a round has another {few(others)} than before the run was "
-                "stopped: does federate() begin after state['t'], yield all that it needs, and run "
-                "on the same processor?"
+        row = {column: value for column, value in row.items() if value is not None}
+        numbers = {column: _plain(value) for column, value in row.items()}
+        if wrong := [column for column in row if numbers[column] is None]:
+            say_once(f"\n{few(wrong)} is no number and no list of numbers, so it is left out")
+        row = {column: value for column, value in numbers.items() if value is not None}
+        if self.recorded.get(self.t) not in (None, _cell(row["norm"])):
+            raise UserError(
+                f"{self.folder}: round {self.t} has another norm than before the run was stopped: "
+                "does federate() yield all that a round needs, and is this the same processor?"
             )
-            if "norm" in others:
-                raise UserError(why)
-            say_once(f"\n{why} (Call a clock's column my_seconds)")  # because the model is the same
         # Twice in a row, because rounding may give two models the same norm
         if [r["norm"] for r in self.rows[-2:]] == 2 * [row["norm"]]:
             say_once("\nthe model is that of the round before")
@@ -187,59 +178,67 @@ class Run:
         self.bar.update(self.t - self.bar.n)
         shown = {name: row[c] for c, name in ON_THE_BAR.items() if c in row}
         self.bar.set_postfix(shown, refresh=False)
-        if self.t < max(self.seen):  # it still repeats rounds
-            return
-        self._write_metrics()
-        if confusion is not None:
-            header = ["class", *(f"called {name}" for name in self.classes)]
-            lines = zip(self.classes, *confusion.T.tolist())
-            self._write("confusion.csv", _csv([header, *lines]))
         if not ranks.RANK:
-            (self.folder / "model.pt").unlink(missing_ok=True)  # which says that it has finished
-            if self.has_saved:
-                self.next.replace(self.checkpoint)
-                self.has_saved = False
-        if time.monotonic() > self.save_at:
-            self.save()
-        if before and self.t < self.total and not ranks.RANK:  # so that each program gets on
-            self.next.replace(self.checkpoint)
-            self.has_saved = False
+            self._write(confusion)
 
-    def save(self):
-        """Writes the next checkpoint. Raises UserError if it cannot be read again."""
-        try:
-            self._write(self.next.name, {name: getattr(self, name) for name in KEPT})
-            if not ranks.RANK:  # takes a millisecond, because meta leaves out the numbers
-                write_args(self.folder, self.about, True)
-                torch.load(self.next, weights_only=True, map_location="meta")
-        except (PickleError, AttributeError, TypeError) as e:  # the last two are of a lambda
-            raise UserError(
-                "federate() yields something else than numbers and tensors in the state: convert it"
-            ) from e
-        self.save_at, self.has_saved = time.monotonic() + SAVE_EVERY, True
+    def _write(self, confusion):
+        """Writes what is new in the folder."""
+        repeats = self.t in self.recorded
+        if self.t >= max(self.recorded, default=0):  # else it still repeats rounds
+            if not self.wrote:  # it may be longer now, and is not finished
+                (self.folder / "model.pt").unlink(missing_ok=True)
+                self._write_whole("args.json", as_json(self.about))
+                self.wrote = True
+            self._write_metrics()
+            if confusion is not None:
+                header = ["class", *(f"called {name}" for name in self.classes)]
+                lines = zip(self.classes, *confusion.T.tolist())
+                self._write_whole("confusion.csv", as_csv([header, *lines]))
+        if not repeats:  # so the round before is not the last
+            self._take_its_place()
+        if time.monotonic() > self.save_at and self.t < self.total:
+            self.next = write_beside(self.checkpoint, {"state": self.state, "rows": self.rows})
+            self.save_at = time.monotonic() + SAVE_EVERY
+        if repeats:  # at once, so that each program gets on
+            self._take_its_place()
+
+    def _take_its_place(self):
+        """The checkpoint that was written last becomes the one to go on from."""
+        if self.next:
+            self.next.replace(self.checkpoint)
+            self.next = None
 
     def finish(self):
-        """Saves the model, the picture and the last state. Returns this run."""
-        self.bar.close()
+        """Saves the model and the picture. Returns this run."""
         ranks.agree({"last round": self.t}, "", "end by what they share, and by no clock")
-        self._write_metrics()  # in its place may be those of more rounds
-        if not self.ended:
+        if not self.ended and not ranks.RANK:
+            self._write_metrics()  # in its place may be those of more rounds
             train.set_weights(self.model, weights_in(self.state))
-            self._write("model.pt", {key: t.cpu() for key, t in self.model.state_dict().items()})
+            weights = {key: t.cpu() for key, t in self.model.state_dict().items()}
+            self._write_whole("model.pt", weights)
             plots.clients(self)
-            self.ended = self.total
-            self.save()
+            self._write_whole("args.json", as_json(self.about | {"finished": self.t}))
+            if self.next:
+                self.next.unlink()
+        self.close()
         self.state, self.model, self.bar = {}, None, None  # a table of updates may be large
         return self
+
+    def close(self):
+        """Ends the bar, and lets another program use the folder."""
+        if self.bar:
+            self.bar.close()
+        if self.lock:
+            os.close(self.lock)
+            self.lock = None
 
     def _write_metrics(self):
         columns = dict.fromkeys(column for row in self.rows for column in row)
         cells = [[_cell(row.get(column, "")) for column in columns] for row in self.rows]
-        self._write("metrics.csv", _csv([columns, *cells]))
+        self._write_whole("metrics.csv", as_csv([columns, *cells]))
 
-    def _write(self, name, content):
-        if not ranks.RANK:
-            write_whole(self.folder / name, content)
+    def _write_whole(self, name, content):
+        write_whole(self.folder / name, content)
 
 
 def weights_in(state):
@@ -253,120 +252,117 @@ def weights_in(state):
     )
 
 
-def machine_of(device):
-    """What a number depends on, beside flags, data and code, by name.
+def packed(state):
+    """The state as bytes, as a checkpoint has it. Raises UserError if they cannot be read again."""
+    try:
+        torch.save(state, text := io.BytesIO())
+        text.seek(0)
+        torch.load(text, "meta", weights_only=True)  # quickly, because meta leaves out the numbers
+    except (PickleError, AttributeError, TypeError) as e:  # the last two are of a lambda
+        raise UserError(
+            "federate() yields something else than numbers and tensors in the state: convert it"
+        ) from e
+    return text.getvalue()
 
-    These are the processor, and versions, also of what the user's modules import. The values of
-    these modules count, too, because they may be of another file: numbers, text, and lists, dicts,
-    sets, tensors, arrays, objects and partial functions of them. What is long is a hash.
-    """
+
+def unpacked(text, device):
+    """The state in these bytes."""
+    return torch.load(io.BytesIO(text), device, weights_only=True)
+
+
+def cells(row):
+    """The numbers of a row, by column, as metrics.csv has them. A clock's are left out."""
+    return {name: _cell(_plain(row[name])) for name in row if "seconds" not in name}
+
+
+def machine_of(device):
+    """What the last digits of a number depend on, beside flags, data and code, by name."""
     chip = torch.backends.cpu.get_cpu_capability()
     chip += f" of {torch.cpu.get_capabilities().get('cpu_name')}"
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)
     found = {"Python": sys.version.split()[0], "device": f"{device.type} {chip}"}
-    found |= {name: version(name) for name in ("torch", "torchvision", "numpy", "scipy")}
-    for place, module in own_modules().items():
-        for name, value in vars(module).items():
-            if "common." in place or "__" in name:
-                continue
-            with suppress(Exception):  # it is not installed
-                origin = getattr(value, "__module__", getattr(value, "__name__", None))
-                package = origin.split(".")[0]
-                found[package] = version(package)
-            with suppress(Exception):  # it is something else
-                if not hasattr(value, "__name__"):  # as functions, classes and modules have
-                    text = json.dumps(value, default=_contents)
-                    text = text if len(text) < 30 else str(crc32(text.encode()))
-                    found[f"{Path(module.__file__).stem}.{name}"] = text
-    return found
+    return found | {name: version(name) for name in ("torch", "torchvision", "numpy", "scipy")}
 
 
-def _contents(value):
-    """What json cannot write: an array's hash, a function's name, an object's attributes."""
-    if hasattr(value, "nbytes"):
-        return crc32(np.ascontiguousarray(value.data))
-    if isinstance(value, set):
-        return sorted(value)
-    if isinstance(value, partial):
-        return value.func, value.args, value.keywords
-    return getattr(value, "__name__", None) or vars(value)
+def machine_in(about):
+    """On which machines a run was, such as torch: "2.11, then 2.14"."""
+    first, *_ = machines = about["machines"]
+    return {name: ", then ".join(dict.fromkeys(m[name] for m in machines)) for name in first}
 
 
-def own_modules():
-    """The modules that this program has imported, but of what is installed, by name."""
-    installed = rf".*(site|dist)-packages|.*torchinductor|{re.escape(sysconfig.get_path('stdlib'))}"
-    own = rf"(?!{installed}).*[/\\].*\.py$"
-    return {
-        m.__name__: m
-        for m in [*sys.modules.values()]
-        if re.match(own, getattr(m, "__file__", None) or "")
-    }
+def claim(folder):
+    """Makes the folder, and keeps other programs out of it until the lock is closed, or None.
+
+    Raises UserError if another program has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        raise UserError(f"{folder} is in use by another program: choose another --out") from e
+    except OSError:  # a file system without locks
+        os.close(lock)
+        return None
+    return lock
 
 
-def write_whole(file, content):
-    """Writes a text or a dict of tensors, so that a kill leaves the old file whole."""
+def check_free(folder):
+    """Raises UserError if this folder holds something, so that no run overwrites another one.
+
+    A run that has not finished a round may begin again.
+    """
+    names = {file.name.removesuffix(".part") for file in folder.rglob("*") if file.is_file()}
+    if folder.is_file() or names - IN_NEW_FOLDERS:
+        raise UserError(f"{folder} is taken: choose another --out, or continue a run by --resume")
+    if "args.json" in names:
+        read_args(folder)
+
+
+def write_beside(file, content):
+    """Writes a text or a dict of tensors whole, in a file that can then take the place of another.
+
+    Returns its path.
+    """
     part = file.with_name(f"{file.name}.part")
     try:
         with open(part, "wb") as open_file:
             if isinstance(content, str):
-                open_file.write(content.encode())
+                open_file.write(content.encode(errors="backslashreplace"))
             else:
                 torch.save(content, open_file)
             open_file.flush()
             os.fsync(open_file.fileno())  # so that it is whole after a power loss, too
-        part.replace(file)
     except RuntimeError as e:  # torch's error for a full disk
         raise OSError(f"{file} cannot be written ({first_line(e)})") from e
+    return part
 
 
-def write_args(folder, about, goes_on):
-    """Writes args.json. A new run has the folder if it can create this file."""
-    file, text = folder / "args.json", json.dumps(about, indent=1, default=str)  # of a Path, say
-    if goes_on:
-        return write_whole(file, f"{text}\n")
-    check_free(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(file, "x") as new:
-        new.write(text)  # at once, because a kill must not leave an empty file
+def write_whole(file, content):
+    """Writes a text or a dict of tensors, so that a kill leaves the old file whole."""
+    write_beside(file, content).replace(file)
 
 
-def read_args(folder):
-    """What args.json says. Raises UserError if it cannot be read."""
-    file = folder / "args.json"
-    try:
-        about = json.loads(file.read_text(encoding="utf-8"))
-        return {**about, "flags": dict(about["flags"]), "machine": dict(about.get("machine", ()))}
-    except Exception as e:  # there are many types for a file that is damaged
-        raise RunError(f"{file} cannot be read ({first_line(e)}): {ANEW}") from e
+def read_rows(folder):
+    """The rows of metrics.csv: numbers, and lists of numbers. What was not measured is left out."""
+    csv.field_size_limit(2**31 - 1)  # a column may hold a whole model
+    text = (folder / "metrics.csv").read_text(encoding="utf-8-sig")
+    if ";" in text:  # a spreadsheet has saved it, and may have written 0,5 for 0.5
+        text = text.replace(",", ".").replace(";", ",")
+    rows = []
+    for line in csv.DictReader(text.splitlines()):
+        row = {c: [*map(float, cell.split())] for c, cell in line.items() if cell}
+        row = {c: numbers if len(numbers) > 1 else numbers[0] for c, numbers in row.items()}
+        rows.append(row | {"round": int(row["round"])})
+    return rows
 
 
-def refuse_others(folder, saved, flags):
-    """Raises UserError if what is in this folder was run with other flags, or with other code.
-
-    A run may become longer or shorter, by --rounds or by UEFL's --iterations.
-    """
-    may_change = {*MAY_CHANGE, "dataset", "iterations"}  # a folder of images may have moved
-    if saved.get("iterations") == 1:
-        may_change |= {"rounds", "method_rounds"}
-    flags = json.loads(json.dumps(flags, default=str))  # as args.json has them
-    saved, flags = ({**found, **found.get("code", {}), "code": {}} for found in (saved, flags))
-    names = saved.keys() & flags.keys() - may_change
-    if names := sorted(name for name in names if saved[name] != flags[name]):
-        raise UserError(
-            f"{folder} differs in {few(names)}: undo that (for flags see its args.json), or start "
-            "a new run (another seed may have a folder of its own inside)"
-        )
+def as_json(about):
+    return json.dumps(about, indent=1, default=str)  # of a Path, say
 
 
-def check_free(folder):
-    """Raises UserError if this folder holds something, so that no run overwrites another one."""
-    if folder.is_file() or any(folder.glob("*")):
-        raise UserError(f"{folder} is taken: choose another --out, or continue a run by --resume")
-
-
-def _csv(lines):
-    """These lines as CSV."""
+def as_csv(lines):
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(lines)
     return text.getvalue()

@@ -2,21 +2,20 @@
 
 A row is a label with a list of runs, which differ in seed and test domain alone. Each row is
 compared with the last one, run by run with the same seed and test domain. A run has .args, .rows,
-.images and .machine.
+.images, .machine and .classes.
 """
 
 import numpy as np
 from scipy.special import stdtrit  # scipy.stats would take half a second to import
 
+from common.runner.flags import OF_A_MACHINE
 from common.runner.measures import DECIMALS, MEASURES, in_percent, measure_of
 
 LAST = 5  # so many evaluations of a run make one number
 COLUMNS = [column for column, measure in MEASURES.items() if measure.table]
 OF_A_RUN = {"last": "", "all": ", all evaluations", "end": ", in all"}
-MAY_DIFFER = {  # flags that say which run of its row this is, or that move no number
-    "seed", "test_domain", "out", "seeds", "resume", "device", "data_dir", "processes", "compare",
-    "is_example", "small", "dataset",
-}  # fmt: skip
+# Flags that say which run of its row this is, or that move no number
+MAY_DIFFER = {*OF_A_MACHINE, "seed", "seeds", "test_domain", "is_example", "small", "name", "stop"}
 
 
 def which(run):
@@ -24,14 +23,11 @@ def which(run):
     return run.args.seed, run.args.test_domain
 
 
-def settings(run, but=()):
-    """The flags and the images that all runs of a row share, but for these."""
-    found = dict(vars(run.args))
-    # A baseline has as many rounds as its method came to, which can depend on the seed
-    found["rounds"] = found.pop("method_rounds", found["rounds"])
+def settings(run):
+    """What all runs of a row share: flags, code, images."""
+    found = {flag: value for flag, value in vars(run.args).items() if flag not in MAY_DIFFER}
     found |= {f"code of {file}": code for file, code in found.pop("code").items()}
-    found["images"] = run.images  # and not where they lie
-    return {flag: found[flag] for flag in found if flag not in {*MAY_DIFFER, *but}}
+    return found | {"images": run.images}  # and not where they lie
 
 
 def differing(of_names):
@@ -41,32 +37,23 @@ def differing(of_names):
     """
     texts = []
     for setting in dict.fromkeys(setting for of_name in of_names.values() for setting in of_name):
-        found = [(s[setting], name) for name, s in of_names.items() if setting in s]
-        values = []  # no set, because a value may be a list
-        for value, _ in found:
-            if value not in values:
-                values.append(value)
-        if len(values) > 1:
-            who = [", ".join(name for has, name in found if has == value) for value in values]
-            pairs = zip(values, who)
-            texts.append(f"{setting} {', '.join(f'{value} ({names})' for value, names in pairs)}")
+        who = {}  # value, as text -> the names that have it
+        for name, of_name in of_names.items():
+            if setting in of_name:
+                who.setdefault(str(of_name[setting]), []).append(name)
+        if len(who) > 1:
+            pairs = [f"{value} ({', '.join(names)})" for value, names in who.items()]
+            texts.append(f"{setting} {', '.join(pairs)}")
     return "; ".join(texts)
 
 
 def unlike(rows):
-    """What rows do not share: settings, and run by run what they ran on and how long."""
-    own = ["name", "method", "rounds", "images"]  # the last two run by run, below
-    texts = [differing({label: settings(runs[0], own) for label, runs in rows.items()})]
-    *_, last = rows.values()
-    for run in last:
-        of_labels = {
-            label: {"images": r.images, **r.machine, "rounds": r.rows[-1]["round"]}
-            for label, runs in rows.items()
-            for r in runs
-            if which(r) == which(run)
-        }
-        texts.append(differing(of_labels))
-    return "; ".join(dict.fromkeys(filter(None, texts)))
+    """What rows do not share, by their first runs: settings, rounds, and what they ran on."""
+    found = {}
+    for label, (run, *_) in rows.items():
+        found[label] = settings(run) | run.machine | {"rounds": run.rows[-1]["round"]}
+        del found[label]["method"]
+    return differing(found)
 
 
 def score(run, column):
@@ -130,8 +117,7 @@ def line(name, numbers, domains, text):
 def table(rows):
     """A header, a line for each row, and one for the difference of each from the last.
 
-    Below a line with several test domains, each of these has a line, too. A column that has only a
-    header is left out.
+    A column that has only a header is left out.
     """
     header = [column + OF_A_RUN[measure_of(column).table] for column in COLUMNS]
     lines, numbers = [["", "seeds", *header]], {}
@@ -143,11 +129,8 @@ def table(rows):
         both = [at for at in ours if at in theirs]
         numbers[f"{label} - {last}"] = {at: np.subtract(ours[at], theirs[at]) for at in both}
     for label, of_row in numbers.items():
-        text = pm if label in rows else with_interval
         domains = [*dict.fromkeys(domain for _, domain in of_row)]
-        lines.append(line(label, of_row, domains, text))
-        if len(domains) > 1:
-            lines += [line(f"{label}, {domain}", of_row, [domain], text) for domain in domains]
+        lines.append(line(label, of_row, domains, pm if label in rows else with_interval))
     columns = [column for column in zip(*lines) if any(column[1:])]
     return list(zip(*columns))
 
@@ -161,6 +144,9 @@ def report(rows):
     widths = [max(map(len, column)) for column in zip(*lines)]
     for cells in lines:
         print("  ".join(map(str.ljust, cells, widths)).rstrip())
+    classes = {len(run.classes) for runs in rows.values() for run in runs}
+    for c in sorted(classes):
+        print(f"chance is {100 / c:.1f} % with {c} classes")
     if "±" in str(lines):
         print("±: standard deviation over the seeds; brackets: 95 % interval of paired differences")
     if different := unlike(rows):

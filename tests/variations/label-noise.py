@@ -7,7 +7,7 @@ from scipy.stats import chisquare, trim_mean
 
 import convex_hull_select
 import minimax_select
-from common import random_at
+from common.chance import random_at
 from common.data import Dataset
 from common.splits import Clients
 from common.train import local_solver

@@ -1,7 +1,7 @@
 import torch
 
 import uefl
-from common import random_at
+from common.chance import random_at
 
 CUT = "--model cnn --width 0.125 --rotate 0 90 --partition silos --silos 2 1 --silo-size 20 "
 CUT += "--codebook-size 400 --segments 1 --rounds 1 --later-rounds 1 --iterations 2 --gamma 0 "

@@ -1,0 +1,147 @@
+"""Measures a model after a round: client by client, also those that never train, and on test sets.
+
+docs/metrics.md explains each column.
+"""
+
+import torch
+
+from common.splits import RARE
+
+ENOUGH = 10  # with fewer held-out samples, an accuracy says little about a client
+
+
+def evaluate(trainer, theta, t, selected, losses):
+    """What is to be seen after round t, by column of metrics.csv.
+
+    theta     the server's weights [P]
+    selected  the clients that have trained, int64 [K], with their mean losses [K]
+
+    A round that is not due has only their mean loss and the costs.
+    """
+    clients, m = trainer.clients, trainer.clients.participating
+    row = {"selected": selected, "train_loss": losses.mean(), **trainer.cost()}
+    if not trainer.is_due(t):
+        return row
+    held = clients.test if any(map(len, clients.test)) else []  # none with --held-out 0
+    known = answers(trainer, theta, [*held[:m], *clients.tests.values()])
+    of_clients, of_tests = known[: len(held[:m])], known[len(held[:m]) :]
+    if held:
+        counts = right_of([*of_clients, *answers(trainer, theta, held[m:])])
+        row |= by_client(counts, m)
+        row["id_selected"] = share(counts[selected])
+    for name, test in zip(clients.tests, of_tests):
+        row[f"{name}_accuracy"] = share(right_of([test]))
+    # The first test set is "ood" if there is one
+    labels, predicted = of_tests[0] if "ood" in clients.tests else map(torch.cat, zip(*of_clients))
+    row["confusion"] = confusion(labels, predicted, trainer.classes)
+    row["selected_size"] = clients.sizes[selected].mean()
+    if "rare" in clients.tests:
+        holds_rare = clients.label_counts[selected, -RARE:].sum(1) > 0
+        row["rare_selected"] = holds_rare.float().mean()
+    return row
+
+
+def evaluate_silos(trainer, theta, t, measure, e, may_use, seen, args):
+    """The same for UEFL, whose clients may each use other codewords.
+
+    measure  called as measure(model, batches), returns e and what of_words() does
+    e        the clients' uncertainties [K]
+    may_use  the codewords that each may use, bool [K, V]
+    seen     what of_words() says of each client
+
+    Whoever never trains has no codewords of its own, and may use all.
+    """
+    clients, m, codewords = trainer.clients, len(e), may_use.sum(1)
+    answers, perplexities, code_losses = seen
+    row = {"uncertainties": e, "mE": e.mean(), "codewords": codewords}
+    row["confusion"] = answers.sum(0)
+    silent = torch.arange(m, len(clients.test))
+    if len(silent):
+        _, of_silent, *_ = trainer.map(measure, theta, silent, clients.test, t)
+        answers = torch.cat([answers, of_silent])
+    row |= by_client(right_in(answers), m)
+    for name, samples in clients.tests.items():
+        pieces = samples.split(1000)  # for several processes
+        _, of_test, *_ = trainer.map(measure, theta, torch.arange(len(pieces)), pieces, t)
+        row[f"{name}_accuracy"] = share(right_in(of_test))
+        if name == "ood":
+            row["confusion"] = of_test.sum(0)
+    row["mA"] = row["accuracies"].mean()
+    if args.codebook_size:
+        row |= {"mP": perplexities.mean(), "code_loss": code_losses.mean()}
+    turned = []
+    if args.rotate:  # the silos whose angle is not the first of --rotate
+        turned = [k for k in range(m) if clients.groups[k] != f"{args.rotate[0]:g}"]
+    if turned:
+        row["turned_accuracy"] = row["accuracies"][turned].mean()
+        row["turned_extended"] = (codewords[turned] > args.codebook_size).float().mean()
+    return row
+
+
+def of_words(labels, p, code_losses, indices):
+    """Of one client in UEFL: its confusion [C, C], perplexity, and mean L_code.
+
+    p        mean probabilities of the T passes with dropout, while the other methods' files switch
+             dropout off [N, C]
+    indices  the codewords of all its tokens
+
+    The paper does not define perplexity: as in the authors' code it is exp(entropy) of how often a
+    codeword is used, but of all samples, where theirs is a mean over batches of 100 images.
+    """
+    usage = indices.bincount().float()
+    perplexity = torch.special.entr(usage / usage.sum()).sum().exp()
+    return confusion(labels, p.argmax(1), p.shape[1]), perplexity, code_losses.mean()
+
+
+def answers(trainer, theta, parts):
+    """For each of these parts of the samples, int64 positions: labels and predictions [n]."""
+    if not parts:
+        return []
+    _, predicted = trainer.predict(theta, torch.cat(parts))
+    guesses = predicted.split([len(part) for part in parts])
+    return [(trainer.labels[part], guess) for part, guess in zip(parts, guesses)]
+
+
+def right_of(answers):
+    """How many of each part's answers are right, and how many there are: int64 [parts, 2]."""
+    return torch.tensor([[(y == guess).sum(), len(y)] for y, guess in answers])
+
+
+def right_in(confusions):
+    """The same from confusions [parts, C, C]."""
+    right, of_all = confusions.diagonal(dim1=1, dim2=2).sum(1), confusions.sum((1, 2))
+    return torch.stack([right, of_all], 1)
+
+
+def share(counts):
+    """The share of right answers in these parts together, from counts [parts, 2]."""
+    right, all_of_them = counts.sum(0)
+    return right / all_of_them
+
+
+def by_client(counts, m):
+    """Columns of metrics.csv from right_of() the clients' held-out samples [N, 2]; m participate.
+
+    accuracies          of each participating client [M]
+    id_accuracy         of their samples together, so a client counts by its samples
+    unseen_accuracies   of each client that never trains [N - M]
+    unseen_accuracy     of their samples together
+    unseen_worst        mean over the tenth of these clients that is served worst (rounded up), of
+                        those with ENOUGH held-out samples; here each counts the same
+    participation_gap   id_accuracy - unseen_accuracy (Yuan et al., ICLR 2022)
+    """
+    accuracies = counts[:, 0] / counts[:, 1]
+    row = {"accuracies": accuracies[:m], "id_accuracy": share(counts[:m])}
+    if len(counts) > m:
+        row |= {"unseen_accuracies": accuracies[m:], "unseen_accuracy": share(counts[m:])}
+        row["participation_gap"] = row["id_accuracy"] - row["unseen_accuracy"]
+        ranked = accuracies[m:][counts[m:, 1] >= ENOUGH].sort().values
+        if len(ranked):
+            row["unseen_worst"] = ranked[: (len(ranked) + 9) // 10].mean()
+    return row
+
+
+def confusion(labels, predicted, classes):
+    """How many samples of class i are called j: int64 [classes, classes]."""
+    cells = torch.bincount(labels * classes + predicted, minlength=classes**2)
+    return cells.view(classes, classes)
