@@ -60,10 +60,11 @@ def select(args, clients, trainer, w: Tensor, t: int) -> Tensor:
         losses, _ = trainer.predict(w, torch.cat(clients.train[: clients.participating]))
         sizes = [len(samples) for samples in clients.train[: clients.participating]]
         means = torch.stack([of_client.mean() for of_client in losses.split(sizes)])
-        # All send a loss, and those who will not train get w for it alone
-        others = 1 - clients.per_round / len(clients.ids)
-        trainer.count(clients.ids, 1, 1 + others * len(w))
-        return power_of_choice(means, clients.per_round)
+        selected = power_of_choice(means, clients.per_round)
+        trainer.count(clients.ids, passes=1, numbers=1)  # all send a loss
+        others = clients.ids[~torch.isin(clients.ids, selected)]
+        trainer.count(others, numbers=len(w))  # who will not train gets w for it alone
+        return selected
     by = clients.sizes[clients.ids] if args.selection == "by_size" else None
     return sample(clients.ids, clients.per_round, random_at(args.seed, "select", t), by)
 

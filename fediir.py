@@ -38,13 +38,14 @@ right in one domain more often than in another. It has v = 0, so g~ is g. With M
 takes 9 s on two cores with bfloat16, so both runs together about half an hour for each angle.
 """
 
+from copy import deepcopy
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-from common import UserError, models
+from common import UserError
 from common.chance import random_at, sample
 from common.evaluation import evaluate
 from common.runner import compare, flags, launch
@@ -153,15 +154,20 @@ def federate(args, clients, trainer, t=0, theta=None, global_gradient=0.0):
 
 
 def build_model(args, shape, classes):
-    """The model of these flags. Raises UserError if its batch norm trains.
+    """The model of these flags. Raises UserError if lines 4 and 10 would see two functions.
 
-    Then the gradients of lines 4 and 10 would belong to two functions, because one is taken in
-    evaluation mode, and the mean of line 15 would step on variances.
+    Line 4 is computed in evaluation mode, and without the features' gradient. So dropout, batch
+    norm, or a layer that features and classifier share makes it another gradient than line 10's.
     """
-    pretrained = args.pretrained
-    model = models.build(args.model, shape, classes, args.width, pretrained=pretrained).train()
-    if any(isinstance(layer, BatchNorm) and layer.training for layer in model.modules()):
-        raise UserError(f"--model {args.model} has batch norm: take convnet or a ResNet")
+    model = compare.build_model(args, shape, classes)
+    x, y, other = torch.randn(8, *shape), torch.arange(8) % classes, deepcopy(model)
+    of_line_4 = client_gradient(other.eval(), [(x, y)])
+    _, of_line_10 = risk_and_gradient(other.classifier, other.train().encode(x), y)
+    if not torch.allclose(of_line_4, of_line_10, atol=1e-4):
+        raise UserError(
+            f"--model {args.model} has another gradient in training than in evaluation: take "
+            "convnet or a ResNet, without dropout, batch norm, or layers that both parts share"
+        )
     return model
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from common import UserError, first_line
 from common.folders import decode, image_folder
 from common.glyphs import coloured, glyphs
+from common.ranks import say
 
 OFFLINE = {"glyphs": glyphs, "colours": coloured}  # drawn by the program, without a download
 PUBLIC = {  # name -> torchvision's class, and how many training and test images there are
@@ -41,6 +42,8 @@ class Dataset:
     domain   int64 [N], indices into `domains`, or -1; None if the data set has no domains
     extra    positions of further test sets, by name
     source   the fingerprint before the rotation, which depends on a run's seed
+
+    Raises UserError if x or y has another type.
     """
 
     name: str
@@ -53,6 +56,14 @@ class Dataset:
     domains: list = field(default_factory=list)
     extra: dict = field(default_factory=dict)
     source: int | None = None
+
+    def __post_init__(self):
+        x, y = self.x, self.y
+        if x.dtype != torch.uint8 or x.dim() != 4:
+            raise UserError(f"x is uint8 [N, channels, height, width], not {x.dtype} {[*x.shape]}")
+        labels = range(len(self.classes))
+        if y.dtype != torch.int64 or y.shape != x.shape[:1] or not {*y.tolist()} <= {*labels}:
+            raise UserError(f"y is int64 [N] in 0 .. {labels[-1]}, not {y.dtype} {[*y.shape]}")
 
     def fingerprint(self):
         """A number that changes if a sample, a label, a domain or a name changes."""
@@ -74,6 +85,8 @@ def load(name, root="data", image_size=96):
     """
     root, folder = Path(root), Path(name)
     jpegs, batches = root / "cifar10", root / "cifar-10-batches-py"  # its images, torchvision's
+    if name in NAMES and folder.is_dir():
+        say(f"--dataset {name} is not the folder of that name, which would be ./{name}")
     if name in OFFLINE:
         return Dataset(name, **OFFLINE[name]())
     if name not in PUBLIC:

@@ -69,7 +69,7 @@ def image_folder(folder, image_size):
     train, test = torch.arange(len(rows)).tensor_split([len(rows) - tops.count("test")])
     found = [f"{len(train)} training and {len(test)} test images", listed("classes", labels)]
     found += [listed("domains", tops)] if domains else []
-    found += [f"left out: {listed('kinds', left_out)}"] if left_out else []
+    found += [listed("left out", left_out)] if left_out else []
     say(f"{folder}: {'; '.join(found)}")
     return {
         "x": decode(files, image_size), "y": torch.tensor([classes.index(c) for c in labels]),
@@ -98,10 +98,10 @@ def find_images(folder):
 
 
 def listed(what, names):
-    """Such as "2 classes (cat 120, dog 98)"."""
+    """Such as "classes (2): cat 120, dog 98"."""
     counts = Counter(names)
     shown = [f"{name} {counts[name]}" for name in sorted(counts)[:SHOWN]]
-    return f"{len(counts)} {what} ({', '.join(shown)}{', ...' * (len(counts) > SHOWN)})"
+    return f"{what} ({len(counts)}): {', '.join(shown)}{', ...' * (len(counts) > SHOWN)}"
 
 
 def with_a_fifth_for_testing(rows):

@@ -230,7 +230,8 @@ def divide(data, pool, partition, clients, alpha, seed):
     clients = clients or max(1, min(100, len(pool) // MEAN_SIZE))
     if len(pool) < clients * MIN_SIZE:
         raise UserError(
-            f"{clients} --clients need {MIN_SIZE} of {len(pool)} samples each: lower, or add some"
+            f"{clients} clients need {MIN_SIZE} samples each, and there are {len(pool)}: lower "
+            "--clients, or add some"
         )
     if partition == "domain":
         parts = by_domain(data.domain[pool], clients, rng)

@@ -15,10 +15,7 @@ import torch.nn.functional as F
 from common import RunError, UserError, one_of, ranks
 from common.chance import random_at, seeded, shuffled
 
-ADVICE = (
-    "lower --lr, or the weight of the method's own penalty if it has one; or for what a client "
-    "lacks, return 0 as a loss, and counts instead of a share"
-)
+ADVICE = "lower --lr, or the weight of the method's penalty if it has one"
 
 
 def local_solver(model, batches, optimizer):
@@ -193,32 +190,32 @@ class Trainer:
         weights = theta.new_zeros(len(selected), len(theta))
         losses = theta.new_zeros(len(selected))
         samples = torch.zeros(len(selected), dtype=torch.long)
-        learning = [p.requires_grad for p in self.model.parameters()]  # a client may freeze some
         for i in mine:
             k = int(selected[i])
             self._load(theta)
             self.model.train()
+            fixed = [buffer.clone() for buffer in self._not_sent()]
             self.passes.samples = 0
             own = self._own(per_client, k)
             batches, optimizer = self._batches(k, t), self._optimizer(t)
             with seeded(self.device, self.seed, "dropout", t, k):  # the same on any process
                 loss = client_update(self.model, batches, optimizer, **own, **options)
-            for p, learns in zip(self.model.parameters(), learning):
-                p.requires_grad, p.grad = learns, None
+            if not all(map(torch.equal, self._not_sent(), fixed)):
+                raise UserError(
+                    "training changes a buffer that is not of floating-point numbers, which no "
+                    "client sends: register it as float32"
+                )
             weights[i], losses[i] = get_weights(self.model), self._mean_loss(loss)
             samples[i] = self.passes.samples
             self.progress(t, 1 / len(mine))
         for table in (weights, losses, samples):  # of which the other processes have other rows
             ranks.add_up(table)
-        p = self.parameters  # the statistics of batch norm move without learning
-        if any(torch.equal(of_client[:p], theta[:p]) for of_client in weights):
-            ranks.say_once("\na client has learned nothing: its parameters are those that it got")
         self.count(selected, 0, 2 * len(theta) if sent is None else 2 * sent)
         self.samples += int(samples.sum())
         norms = weights.norm(dim=1) + losses  # infinite before the weights are
         diverged = selected[~norms.isfinite().cpu()]
         if len(diverged):
-            raise RunError(f"client {diverged[0]} diverged in round {t}: {ADVICE}")
+            raise RunError(f"client {diverged[0]} diverged in round {t}: {self._advice()}")
         return weights, losses
 
     def map(
@@ -255,7 +252,7 @@ class Trainer:
                 found = function(self.model, batches, **own, **options)
             results[i] = found if isinstance(found, tuple) else (found,)
         columns = zip(*ranks.gather(results), strict=True)
-        return [finite(torch.stack(column).to(self.device)) for column in columns]
+        return [self._finite(torch.stack(column).to(self.device)) for column in columns]
 
     @torch.no_grad()
     def predict(self, theta, samples):
@@ -275,7 +272,7 @@ class Trainer:
             results[i] = F.cross_entropy(logits, y, reduction="none"), logits.argmax(1)
         columns = zip(*ranks.gather(results))
         losses, predicted = (torch.cat(column).cpu() for column in columns)
-        return finite(losses), predicted
+        return self._finite(losses), predicted
 
     def count(self, ids, passes=0, numbers=0):
         """Adds to the cost what these clients did, int64 [K].
@@ -323,6 +320,24 @@ class Trainer:
                 raise UserError(f"{name} has {len(values)} values: per_client takes them by id")
         return {name: values[k] for name, values in per_client.items()}
 
+    def _not_sent(self):
+        """The buffers that are not in theta, but for batch norm's counters, which nobody uses."""
+        named = self.model.named_buffers()
+        named = [(name, b) for name, b in named if not name.endswith("num_batches_tracked")]
+        return [buffer for _, buffer in named if not buffer.is_floating_point()]
+
+    def _finite(self, results):
+        """The same results. Raises RunError if one is not finite."""
+        if not results.isfinite().all():
+            raise RunError(f"a result is not finite: {self._advice()}")
+        return results
+
+    def _advice(self):
+        for name, buffer in self.model.named_buffers():
+            if name.endswith("running_var") and (buffer < 0).any():
+                return f"{name} is negative, so let the server step on parameters alone"
+        return ADVICE
+
     def _mean_loss(self, loss):
         try:
             return torch.as_tensor(loss).detach().view(())
@@ -355,10 +370,3 @@ class Trainer:
         slices = [positions for order in orders for positions in order.split(local.batch_size)]
         for positions in slices[: local.steps]:
             yield self.batch(positions)
-
-
-def finite(results):
-    """The same results. Raises RunError if one is not finite."""
-    if not results.isfinite().all():
-        raise RunError(f"a result is not finite: {ADVICE}")
-    return results

@@ -43,7 +43,7 @@ def row(folder):
             print(f"left out {file.parent}: {why}", file=sys.stderr)
             continue
         if twin != file.parent:
-            raise UserError(f"{twin} and {file.parent} have one seed: name each as a row")
+            raise UserError(f"{twin} and {file.parent} have the same seed: give each as a row")
         runs.append(run)
     if different := table.differing(settings):
         raise UserError(f"{folder} is no row, because its runs differ: {different}")

@@ -2,7 +2,6 @@ import os
 import re
 import shlex
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,20 +26,14 @@ from helpers import (
 from matplotlib.figure import Figure
 
 import common.data
-from common import random_at, ranks
+from common import ranks
+from common.chance import random_at
 from common.models import build
 from common.runner import launch
 from common.splits import Clients
 from common.train import LocalTraining, Trainer
 
 torch.set_num_threads(1)  # the models here are too small to share between cores
-
-
-@pytest.fixture(autouse=True)
-def only_threads_of_a_test(monkeypatch):
-    """xdist has threads, too, and tqdm one as long as a bar is open."""
-    mine = lambda: [t for t in threading.enumerate() if t.name.startswith("ThreadPool")]  # noqa: E731
-    monkeypatch.setattr(threading, "active_count", lambda: 1 + len(mine()))
 
 
 @pytest.fixture(autouse=True)

@@ -121,9 +121,8 @@ def selections(rows):
 
 
 def kept(folder):
-    """What the run in this folder keeps for its next round."""
-    file = folder / "next.pt"
-    return torch.load(file if file.exists() else folder / "checkpoint.pt")["state"]
+    """The state in a run's checkpoint."""
+    return torch.load(folder / "checkpoint.pt")["state"]
 
 
 def outcome(folder):
@@ -131,7 +130,7 @@ def outcome(folder):
     rows = read_rows(folder)
     for row in rows:
         del row["seconds"]
-    models = sorted({*folder.glob("*.pt")} - {folder / "checkpoint.pt", folder / "next.pt"})
+    models = sorted({*folder.glob("*.pt")} - {folder / "checkpoint.pt"})
     return [file.read_bytes() for file in models], rows
 
 

@@ -8,9 +8,9 @@ from helpers import logits_by_hand, prepared, ten_classes
 from test_variations import CONTROLS, apply
 
 import fedavg
-from common.chance import random_at
+from common.chance import random_at, shuffled
 from common.glyphs import coloured
-from common.splits import Clients, shuffled
+from common.splits import Clients
 from common.train import LocalTraining, local_solver, set_weights
 
 

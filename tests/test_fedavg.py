@@ -14,9 +14,8 @@ from helpers import (
 import fedavg
 import fediir
 import uefl
-from common.chance import random_at
+from common.chance import random_at, sample
 from common.runner import compare
-from common.splits import sample
 
 CUT = "--model cnn --width 0.125 --local-epochs 2 --batch-size 16 --lr 0.1 --dirichlet 0.5 "
 CUT += "--clients 6 --participating 4 --sample 2 --rounds 3 --no-compare "

@@ -5,9 +5,8 @@ import torch.nn.functional as F
 from helpers import gradient_of, logits_by_hand, sgd_by_hand
 
 import fediir
-from common.chance import random_at
+from common.chance import random_at, sample
 from common.models import Classifier
-from common.splits import sample
 from common.train import get_weights, set_weights
 from fediir import client_gradient, fediir_loss, risk_and_gradient
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 from helpers import ten_classes
 
-from common import UserError, random_at
-from common.splits import by_domain, dirichlet, hold_out, make_clients, sample, shards
+from common import UserError
+from common.chance import random_at, sample
+from common.splits import by_domain, dirichlet, hold_out, make_clients, shards
 
 
 def all_once(parts, pool):

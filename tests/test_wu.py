@@ -14,8 +14,8 @@ from torch.nn.functional import normalize
 import convex_hull_select
 import entropy_weighting
 import minimax_select
-from common import UserError, random_at
-from common.splits import sample
+from common import UserError
+from common.chance import random_at, sample
 from common.train import local_solver
 from convex_hull_select import hull_vertices
 from entropy_weighting import entropy_weights, label_entropy

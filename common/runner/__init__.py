@@ -4,6 +4,7 @@ A method can be understood without these files. A new run passes through them in
 compare, runs, and then table and plots.
 """
 
+import os
 import signal
 import socket
 import sys
@@ -23,8 +24,10 @@ def launch(main):
     stderr.
     """
     ranks.may_fork = sys.platform == "linux"
-    for stream in (sys.stdout, sys.stderr):  # a table must not fail at a name or a sign
-        stream.reconfigure(errors="backslashreplace")
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115  (a shell's 2>&-)
+        stream.reconfigure(errors="backslashreplace")  # a table must not fail at a name or a sign
+        setattr(sys, name, stream)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     torch.set_num_threads(1)  # see devices.set_up
     socket.setdefaulttimeout(60)  # for a download that does not answer
@@ -39,10 +42,12 @@ def launch(main):
         code, error = 1, e
     except KeyboardInterrupt as e:
         code, error = 130, e
-    except RuntimeError as e:
-        if "gloo" not in str(e):
-            raise
+    except (RuntimeError, MemoryError) as e:
         code, error = 1, "another process has ended, so this one stops"
+        if "memory" in str(e):
+            error = "memory is short: lower --image-size, --batch-size or --processes"
+        elif "gloo" not in str(e):
+            raise
     lines = [str(error) or "stopped", *getattr(error, "__notes__", [])]
     say(f"\n{Path(sys.argv[0]).name}: {'; '.join(lines)}")
     sys.exit(code)

@@ -25,7 +25,7 @@ from common.ranks import say
 from common.runner import plots, runs, table
 from common.train import LocalTraining, Trainer
 
-METHODS = "fedavg entropy_weighting minimax_select convex_hull_select fediir uefl".split()
+METHODS = ["fedavg", "entropy_weighting", "minimax_select", "convex_hull_select", "fediir", "uefl"]
 CONTRACT = (
     "what a round needs is in the state that federate() yields; what it draws comes from "
     "random_at, or from the global generators of torch, numpy or Python inside that round"
@@ -117,6 +117,8 @@ def run(args, federate, label, baselines, example, build=build_model):
         held = clients.label_counts[: clients.participating].sum(0)
         if untrained := [dataset.classes[c] for c in torch.nonzero(held == 0)]:
             say(f"no participating client has samples of {few(untrained)}")
+        if clients.participating < 2:
+            say("only one client participates, so all selections are one: raise --participating")
     if not args.resume and not ranks.RANK:
         for side in sides:
             runs.check_free(Path(side.out))
@@ -179,9 +181,11 @@ def run_one(own, federate, dataset, build, shared):
     device, own.precision = devices.set_up(own.device, own.precision, own.model)
     clients, model = assemble(own, dataset, build)
     run = runs.Run(own, dataset, clients, model, device)
-    if shared and not ranks.RANK:  # after Run(), which may have refused the flags
-        text = runs.as_json({"flags": {**shared, "precision": own.precision}})
-        runs.write_whole(Path(shared["out"]) / "args.json", text)
+    n, m, k = len(clients.train), clients.participating, clients.per_round
+    ranks.say_once(
+        f"{n} clients, {m} participate, {k} train a round; {device}, {own.precision}, "
+        f"processes: {ranks.COUNT}"
+    )
 
     def begin(clients, model, state, progress):
         trainer = Trainer(
@@ -212,6 +216,9 @@ def run_one(own, federate, dataset, build, shared):
                 compare_rounds(old, (state, row), next(iter(again), ({}, {})))
                 del copy, before, again  # a table of updates may be large
             run.record(state, row)
+            if i == 1 and shared and not ranks.RANK:
+                text = runs.as_json({"flags": {**shared, "precision": own.precision}})
+                runs.write_whole(Path(shared["out"]) / "args.json", text)
             if run.t == own.stop:
                 break
             chance.seed_all(own.seed, "round", run.t + 1)
@@ -219,7 +226,8 @@ def run_one(own, federate, dataset, build, shared):
     except SystemExit as e:
         raise UserError("sys.exit() has ended it, so return from federate() instead") from e
     finally:
-        run.close()
+        if run.bar:
+            run.bar.close()
 
 
 def compare_rounds(old, first, second):

@@ -251,11 +251,6 @@ def defaults_for(chosen, settings, small):
     return {**defaults, **small.get(kind, small["other"])} if chosen.small else defaults
 
 
-def begun(folder):
-    """Whether a run in this folder, or inside, has finished a round. Before that, it is free."""
-    return any(folder.rglob("metrics.csv"))
-
-
 def saved_flags(chosen):
     """The flags of the run or comparison that goes on; none if a new one starts.
 
@@ -265,7 +260,7 @@ def saved_flags(chosen):
     if folder == "--out":
         if not chosen.out:
             raise UserError("--resume without a folder takes that in --out, which is missing")
-        folder = chosen.out if begun(Path(chosen.out)) else None
+        folder = chosen.out if (Path(chosen.out) / "args.json").exists() else None
     if not folder:
         return {}
     return read_args(Path(folder))["flags"] | {"processes": None, "out": folder}
@@ -295,7 +290,7 @@ def refuse_others(folder, saved, flags):
     saved, flags = ({**found, **found.get("code", {}), "code": {}} for found in (saved, flags))
     names = saved.keys() & flags.keys() - may_change
     names = sorted(name for name in names if saved[name] != flags[name])
-    if names and begun(folder):
+    if names:
         raise UserError(
             f"{folder} differs in {few(names)}: undo that (for flags see its args.json), or start "
             "a new run (another seed may have a folder of its own inside)"

@@ -66,9 +66,9 @@ def curves(file, runs):
             values = np.array([[of_run[t] for t in at] for of_run in numbers])
             of_labels[label] = at, values * (100 if in_percent(column) else 1)
         found.append((column, measure.title, of_labels))
-    *ends, _ = {row.get("iteration"): row["round"] for row in first.rows}.values()
+    last_of = {row.get("iteration"): row["round"] for row in first.rows}
     if found:
-        panels(file, found, len(first.classes), ends)
+        panels(file, found, len(first.classes), sorted(last_of.values())[:-1])
 
 
 def panels(file, found, classes, ends=()):
@@ -82,7 +82,7 @@ def panels(file, found, classes, ends=()):
         for axes, (column, name, of_labels) in zip(all_axes, found):
             for i, (label, (at, values)) in enumerate(of_labels.items()):
                 mean_and_runs(axes, i, at, values, label)
-            if len(values) > 1:  # of the last label, and mostly of all
+            if any(len(values) > 1 for _, values in of_labels.values()):
                 axes.plot([], color="0.6", lw=0.6, label="each run")
             for end in ends:
                 label = "words are added" if end == ends[0] else None

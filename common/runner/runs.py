@@ -7,7 +7,6 @@ otherwise. Until it has repeated all rounds in metrics.csv, only the checkpoint 
 """
 
 import csv
-import fcntl
 import io
 import json
 import os
@@ -26,7 +25,7 @@ from tqdm import tqdm
 from common import UserError, few, first_line, load_tensors, ranks, train
 from common.ranks import say, say_once
 from common.runner import plots
-from common.runner.flags import OF_A_MACHINE, begun, read_args, refuse_others
+from common.runner.flags import OF_A_MACHINE, read_args, refuse_others
 
 tqdm.monitor_interval = 0  # its thread would be lost in the forked ranks
 SAVE_EVERY = 30  # seconds between two checkpoints
@@ -34,7 +33,6 @@ ON_THE_BAR = {  # column -> its name there
     "train_loss": "loss", "id_accuracy": "ID", "unseen_accuracy": "unseen", "ood_accuracy": "OOD",
 }  # fmt: skip
 LENGTH = "rounds", "iterations", "stop"
-IN_NEW_FOLDERS = {"args.json", "clients.png"}  # before the first round has ended
 
 
 class Run:
@@ -56,12 +54,12 @@ class Run:
 
     def __init__(self, args, data, clients, model, device):
         self.args, self.clients, self.model, self.folder = args, clients, model, Path(args.out)
-        self.checkpoint, self.next, self.lock = self.folder / "checkpoint.pt", None, None
+        self.checkpoint, self.next = self.folder / "checkpoint.pt", None
         self.state, self.rows, self.t, self.ended, self.recorded = {}, [], 0, False, {}
         self.classes = data.classes
         fingerprint = data.fingerprint()
         self.images = f"{data.name} {data.source or fingerprint}"
-        self.started, self.wrote = time.monotonic(), False
+        self.started, self.has_args = time.monotonic(), False
         self.save_at = 0.0  # the first round is saved at once
         self.total = (
             args.stop or args.rounds + (args.iterations - 1) * args.later_rounds
@@ -75,17 +73,15 @@ class Run:
             "shape": [*data.x.shape[1:]],
             "machines": [machine_of(device)],
         }
-        if not ranks.RANK:
-            self.lock = claim(self.folder)
-        goes_on = args.resume and begun(self.folder)
-        if goes_on:
+        self.is_new = not (self.folder / "args.json").exists()
+        if not self.is_new:
             self._take_up(device)
         facts = {flag: value for flag, value in vars(args).items() if flag not in OF_A_MACHINE}
         ranks.agree({**facts, "data": fingerprint, "round": self.t}, "", "start all alike")
         self.machine = machine_in(self.about)
-        if not ranks.RANK and not goes_on:
+        if self.is_new and not ranks.RANK:
             check_free(self.folder)
-            self._write_whole("args.json", as_json(self.about))
+            self.folder.mkdir(parents=True, exist_ok=True)
         self.bar = tqdm(
             desc=f"{args.name}, seed {args.seed}, round {self.t}",
             total=self.total,
@@ -185,10 +181,7 @@ class Run:
         """Writes what is new in the folder."""
         repeats = self.t in self.recorded
         if self.t >= max(self.recorded, default=0):  # else it still repeats rounds
-            if not self.wrote:  # it may be longer now, and is not finished
-                (self.folder / "model.pt").unlink(missing_ok=True)
-                self._write_whole("args.json", as_json(self.about))
-                self.wrote = True
+            self._write_args()
             self._write_metrics()
             if confusion is not None:
                 header = ["class", *(f"called {name}" for name in self.classes)]
@@ -202,6 +195,18 @@ class Run:
         if repeats:  # at once, so that each program gets on
             self._take_its_place()
 
+    def _write_args(self):
+        """Claims the folder with the first round, or says what is new since a run was stopped."""
+        if self.has_args:
+            return
+        self.has_args, text = True, as_json(self.about)
+        if self.is_new:
+            with open(self.folder / "args.json", "x") as file:
+                file.write(text)  # at once, because a kill must not leave an empty file
+        else:  # it may be longer now, and is not finished
+            (self.folder / "model.pt").unlink(missing_ok=True)
+            self._write_whole("args.json", text)
+
     def _take_its_place(self):
         """The checkpoint that was written last becomes the one to go on from."""
         if self.next:
@@ -210,6 +215,7 @@ class Run:
 
     def finish(self):
         """Saves the model and the picture. Returns this run."""
+        self.bar.close()
         ranks.agree({"last round": self.t}, "", "end by what they share, and by no clock")
         if not self.ended and not ranks.RANK:
             self._write_metrics()  # in its place may be those of more rounds
@@ -220,17 +226,8 @@ class Run:
             self._write_whole("args.json", as_json(self.about | {"finished": self.t}))
             if self.next:
                 self.next.unlink()
-        self.close()
         self.state, self.model, self.bar = {}, None, None  # a table of updates may be large
         return self
-
-    def close(self):
-        """Ends the bar, and lets another program use the folder."""
-        if self.bar:
-            self.bar.close()
-        if self.lock:
-            os.close(self.lock)
-            self.lock = None
 
     def _write_metrics(self):
         columns = dict.fromkeys(column for row in self.rows for column in row)
@@ -291,33 +288,17 @@ def machine_in(about):
     return {name: ", then ".join(dict.fromkeys(m[name] for m in machines)) for name in first}
 
 
-def claim(folder):
-    """Makes the folder, and keeps other programs out of it until the lock is closed, or None.
-
-    Raises UserError if another program has it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as e:
-        raise UserError(f"{folder} is in use by another program: choose another --out") from e
-    except OSError:  # a file system without locks
-        os.close(lock)
-        return None
-    return lock
-
-
 def check_free(folder):
     """Raises UserError if this folder holds something, so that no run overwrites another one.
 
-    A run that has not finished a round may begin again.
+    A run that has not finished a round has left no more than a picture, so it may begin again.
     """
-    names = {file.name.removesuffix(".part") for file in folder.rglob("*") if file.is_file()}
-    if folder.is_file() or names - IN_NEW_FOLDERS:
+
+    def is_taken(path):
+        return path.is_file() and path.name != "clients.png"
+
+    if folder.is_file() or any(map(is_taken, folder.rglob("*"))):
         raise UserError(f"{folder} is taken: choose another --out, or continue a run by --resume")
-    if "args.json" in names:
-        read_args(folder)
 
 
 def write_beside(file, content):

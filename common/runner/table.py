@@ -148,6 +148,14 @@ def report(rows):
     for c in sorted(classes):
         print(f"chance is {100 / c:.1f} % with {c} classes")
     if "±" in str(lines):
-        print("±: standard deviation over the seeds; brackets: 95 % interval of paired differences")
+        print("±: standard deviation over the seeds")
+    if " to " in str(lines):
+        print("brackets: 95 % interval of paired differences")
+    *others, last = rows
+    for label in others:
+        if [run.rows[-1]["norm"] for run in rows[label]] == [
+            r.rows[-1]["norm"] for r in rows[last]
+        ]:
+            print(f"{label} and {last} end with the same model: does what differs have an effect?")
     if different := unlike(rows):
         print(f"Not the same in all rows: {different}")

@@ -4,7 +4,8 @@ from helpers import kept, largest_by_numpy, sgd_by_hand
 
 import convex_hull_select
 import minimax_select
-from common import random_at, splits
+from common import splits
+from common.chance import random_at
 
 CUT = "--model cnn --width 0.125 --local-epochs 1 --lr 0.1 --partition dirichlet --dirichlet 0.5 "
 CUT += "--clients 8 --participating 6 --rounds 5 --no-compare "

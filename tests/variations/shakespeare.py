@@ -5,7 +5,8 @@ import torch
 from helpers import make_tiny
 
 import common.data
-from common import UserError, random_at
+from common import UserError
+from common.chance import random_at
 from common.models import build
 from common.splits import make_clients
 
