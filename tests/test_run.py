@@ -4,17 +4,14 @@ import importlib
 import itertools
 import json
 import os
-import random
 import re
 import runpy
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
-import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
+    METHODS,
     ROOT,
     in_each_round,
     kept,
@@ -46,9 +44,9 @@ import minimax_select
 import uefl
 from common import UserError, ranks
 from common.ranks import say_once
-from common.runner import compare, flags, plots, runs, watch
+from common.runner import compare, flags, plots, runs
 from common.splits import make_clients
-from common.train import ADVICE, Trainer
+from common.train import ADVICE
 from results import report
 
 WU = (
@@ -122,7 +120,7 @@ def refused(start, launched):
 # ----------------------------------------------------------------------- the same bytes, and resume
 
 
-STOPS = [(method, 3) for method in CUTS] + [(fedavg, 1), (uefl, 2), (uefl, 4)]
+STOPS = [(method, 3) for method in CUTS] + [(fedavg, 2), (uefl, 2), (uefl, 4)]
 
 
 @pytest.mark.parametrize(("method", "stop"), STOPS)
@@ -140,13 +138,14 @@ def test_a_notebooks_loop_is_the_run_and_goes_on_from_any_of_its_states(whole, m
 
     def rounds_from(state):
         found = []
-        for of_round, row in method.federate(args, clients, trainer, copy.deepcopy(state)):
+        for of_round, row in method.federate(args, clients, trainer, **copy.deepcopy(state)):
             row = {name: value for name, value in row.items() if name not in trainer.cost()}
             found.append(copy.deepcopy((of_round, row)))
         return found
 
     rounds = rounds_from({})
-    torch.testing.assert_close(rounds[-1][0], kept(folder), rtol=0, atol=0)
+    kept_round = kept(folder)["t"]
+    torch.testing.assert_close(rounds[kept_round - 1][0], kept(folder), rtol=0, atol=0)
     for (_, row), saved in zip(rounds, read_rows(folder), strict=True):
         assert float(saved["id_accuracy"]) == pytest.approx(float(row["id_accuracy"]), rel=1e-5)
     for t, (state, _) in enumerate(rounds, 1):
@@ -157,8 +156,8 @@ def test_a_notebooks_loop_is_the_run_and_goes_on_from_any_of_its_states(whole, m
 def test_baselines_are_ordinary_runs_that_anybody_can_start_by_hand(start, method):
     """Each has its flags, metrics, checkpoint, model and pictures, and can be resumed."""
     folder = start(method, CUTS[method])
-    files = {"args.json", "metrics.csv", "checkpoint.pt", "next.pt", "model.pt"}
-    files |= {"confusion.csv", "clients.png"}
+    files = {"args.json", "metrics.csv", "checkpoint.pt", "model.pt", "confusion.csv"}
+    files.add("clients.png")
     assert {file.name for file in folder.iterdir()} == {*files, "curves.png"}
     siblings = re.findall(rf"^{method.__name__} (\S+) (.*)", BASELINES, re.M)
     names = {f"run-{name}" for name, _ in siblings}
@@ -194,10 +193,12 @@ numpy; import numpy as np; np.random.choice(clients.participating, clients.per_r
 torch; ; torch.randperm(clients.participating)[: clients.per_round]
 helper; import helper; helper.choose(clients)
 clock; import time, random; random.Random(time.time_ns()).sample(range(9), clients.per_round)
+own generator; import random; random.Random().sample(range(9), clients.per_round)
 count; turn = __import__("itertools").count(); [next(turn) % 9 for _ in range(4)]
 """  # what somebody imports, and the clients that he selects with it in line 3
 HABITS = {name: rest for name, *rest in (line.split("; ") for line in HABITS.strip().split("\n"))}
 TWELVE = CUTS[fedavg].replace("6", "12").replace("ting 4", "ting 9").replace("le 2", "le 4")
+REHEARSED = "if it begins again from the state of the round before: what a round needs is in"
 
 
 @pytest.fixture
@@ -226,94 +227,134 @@ def mine(tmp_path, monkeypatch):
 def test_a_changed_line_is_the_same_run_anywhere_or_is_refused(
     mine, start, start_and_stop, launched, refused, habit
 ):
-    """With 2 processes, and after it was stopped in round 4, when the selection in 3 is known."""
+    """In round 2, or with 2 processes, and after it was stopped in round 4."""
     words = TWELVE + "--no-compare "
 
     def method():  # imported anew, as each program does
         return mine(*HABITS[habit])
 
+    two = f"{words} --precision float32 --device cpu --out two --processes 2"
+    if habit in ("clock", "own generator", "count"):
+        refused(method(), words, "round 2 comes to another model, selected, ")
+        says = "the processes differ in their clients: " if habit != "count" else REHEARSED
+        refused(method(), two, says)
+        return
     expected = outcome(start(method(), words))
-    chosen = selections(expected[1])
-    assert len({*map(tuple, chosen)}) > 2  # each round selects others
+    assert len({*map(tuple, selections(expected[1]))}) > 2  # each round selects others
     if habit == "nothing":
         assert outcome(start(fedavg, words + "--out original")) == expected
-    two = f"{words} --precision float32 --device cpu --out two --processes 2"
     start_and_stop(method(), words + "--out cut", 4, "cut")
-    if habit == "clock":
-        advice = "draw with random_at, read no clock, and train in each one"
-        refused(
-            method(), two, f"in or after round 1 the processes differ in their clients: {advice}"
-        )
+    assert launched(method(), two, start)[0] == 0 and outcome(Path("two")) == expected
+    assert outcome(start(method(), "--resume cut")) == expected
+
+
+class Keeps:
+    """Something that remembers: a number that grows with each call."""
+
+    calls = 0
+
+    def __call__(self, *given):
+        self.calls += 1
+        return self.calls
+
+
+KEEPS = {  # what somebody adds to federate() of FedAvg: before its loop, and in line 6
+    "w0": ("w0 = w.clone()", "alpha @ w_k + 0.1 * w0"),
+    "a draw": ("scale = torch.rand(())", "alpha @ w_k * scale"),
+    "momentum": ("v = 0 * w", "(v := 0.9 * v + alpha @ w_k)"),
+    "an object": ("", "alpha @ w_k * (1 + 0.1 * KEEPS())"),
+    "an attribute": ("", "alpha @ w_k + trainer.__dict__.setdefault('first', w)"),
+    "the clients": ("", "alpha @ w_k * (clients.groups.append('') or len(clients.groups))"),
+    "a function's own": ("", "alpha @ w_k * len(select.__dict__.setdefault('seen', []) + [t])"),
+}
+RIGHT = ["a function's own"]  # what it has kept does not change a round
+
+
+@pytest.mark.parametrize("what", KEEPS)
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_a_round_keeps_beside_the_state_is_refused(
+    start, launched, monkeypatch, tmp_path, what, n
+):
+    before, line_6 = KEEPS[what]
+    text = Path(fedavg.__file__).read_text()
+    text = text.replace("  # line 1\n", f"\n    {before}\n", 1)
+    text = text.replace("w = alpha @ w_k  # line 6", f"w = {line_6}  # line 6")
+    (tmp_path / "keeps.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "keeps", raising=False)
+    importlib.invalidate_caches()
+    method = importlib.import_module("keeps")
+    method.KEEPS = Keeps()
+    words = f"{TWELVE} --no-compare --precision float32 --device cpu --out run --processes {n}"
+    code, lines = launched(method, words, start)
+    if what in RIGHT:
+        assert code == 0
     else:
-        assert launched(method(), two, start)[0] == 0 and outcome(Path("two")) == expected
-    if habit in ("clock", "count"):
-        refused(method(), "--resume cut", "cut: a round has another selected, ")
-    else:
-        assert outcome(start(method(), "--resume cut")) == expected
+        assert code == 2 and REHEARSED in lines[-1], lines
+        assert len(read_rows(Path("run"))) == 1
 
 
-def test_what_is_set_before_the_loop(start, start_and_stop, monkeypatch, capsys):
-    """A draw is the same after a resume, and changes no round. What is another then is named."""
-    rounds = fedavg.federate
+def test_a_clients_made_up_loss_is_refused(start, launched, monkeypatch):
+    """The model is right, but a column is not what a resumed run would have."""
+    update, count = fedavg.client_update, Keeps()
+    monkeypatch.setattr(fedavg, "client_update", lambda *given: update(*given) + count())
+    words = f"{TWELVE} --no-compare --device cpu --out run"
+    code, [*_, line] = launched(fedavg, words, start)
+    assert code == 2 and f"round 2 comes to another train_loss {REHEARSED}" in line
 
-    def federate(*given):
-        speed, first, begins = random.random(), {**given[-1]}, len(given[-1])  # noqa: F841
-        for state, row in rounds(*given):
-            yield state, row | {"mine": [speed, random.random()]}
+
+def test_one_round_has_no_rehearsal_and_a_resumed_run_has_one(start, launched, monkeypatch):
+    rounds, count = fedavg.federate, Keeps()
+
+    def federate(*given, **state):
+        for state, row in rounds(*given, **state):
+            yield state, row | {"mine": count()}
 
     monkeypatch.setattr(fedavg, "federate", federate)
-    expected = outcome(start(fedavg, CUTS[fedavg] + "--no-compare"))
-    start_and_stop(fedavg, CUTS[fedavg] + "--no-compare --out cut", 4, "cut")
-    assert outcome(start(fedavg, "--resume cut")) == expected
-    assert "\nfirst of federate() changes, but" in capsys.readouterr().err
+    words = f"{TWELVE} --no-compare --out run --device cpu --precision float32 "
+    start(fedavg, words + "--rounds 1")
+    code, [*_, line] = launched(fedavg, "--resume run --rounds 4", start)
+    assert code == 2 and f"round 2 comes to another mine {REHEARSED}" in line
 
 
-KEPT = [itertools.count(1).__next__, lambda: time.perf_counter_ns() % 1000, os.getpid]
+@pytest.mark.parametrize("name", ["w", "momentum"])
+def test_a_state_that_federate_does_not_take_is_refused(start, refused, monkeypatch, name):
+    row = {"selected": [0], "train_loss": 0.5}
+    states = iter([({"t": t, "w": torch.ones(2), name: torch.ones(2)}, row) for t in (1, 2)])
+    monkeypatch.setattr(fedavg, "federate", lambda args, clients, trainer, t=0: states)
+    refused(fedavg, CUTS[fedavg] + "--no-compare", "unexpected keyword argument 'w'")
 
 
-@pytest.mark.parametrize("since", [1, 3])
-@pytest.mark.parametrize("keeps", KEPT)
-def test_what_a_client_keeps_from_the_one_before_is_refused(
-    start, launched, monkeypatch, keeps, since
-):
-    """What matters after a warm-up of two rounds is found in the last one."""
-    train = Trainer.train
-
-    def train_and_keep(self, update, w, selected, t):
-        return train(self, lambda *given: update(*given) + (t >= since) * keeps(), w, selected, t)
-
-    monkeypatch.setattr(Trainer, "train", train_and_keep)
-    words = f"{TWELVE} --no-compare --precision float32 --device cpu --processes "
-    for n in (1, 2)[keeps is os.getpid :]:
-        code, [*_, line] = launched(fedavg, f"{words} {n} --out {n}", start)
-        assert code == 2 and "comes to something else if it computes again" in line
-
-
-@pytest.mark.parametrize("what", ["weights", "mine", "last round"])
+@pytest.mark.parametrize("what", ["weights", "last round"])
 def test_processes_that_differ_after_the_last_round_are_refused(start, launched, monkeypatch, what):
-    evaluate = Trainer.evaluate
-
-    def mine(self, w, *others):
-        w = w + os.getpid() * (what == "weights")
-        return evaluate(self, w, *others) | {"mine": os.getpid()}
-
+    measure = fedavg.evaluate
+    mine = lambda trainer, w, *others: measure(trainer, w + os.getpid(), *others)  # noqa: E731
     rounds = fedavg.federate
-    early = lambda *given: itertools.islice(rounds(*given), 1 + ranks.RANK)  # noqa: E731
+
+    def early(*given, **state):
+        return itertools.islice(rounds(*given, **state), 1 + ranks.RANK)
+
     if what == "last round":
         monkeypatch.setattr(fedavg, "federate", early)
     else:
-        monkeypatch.setattr(Trainer, "evaluate", mine)
+        monkeypatch.setattr(fedavg, "evaluate", mine)
     words = f"{TWELVE} --no-compare --precision float32 --device cpu --rounds 2 --out two"
     code, [line] = launched(fedavg, f"{words} --processes 2", start)
     assert code == 2 and re.search(f"the processes differ in their ({what}|clients)", line)
 
 
-def test_what_is_drawn_before_the_first_round_is_the_same_in_each_program():
-    draws = []
-    for _ in range(2):
-        importlib.reload(common.runner)  # as a new program does
-        draws.append((random.random(), np.random.rand(), torch.rand(()).item()))
-    assert draws[0] == draws[1]
+@pytest.mark.parametrize("method", METHODS)
+def test_importing_a_piece_leaves_the_importers_generators_alone(method):
+    """In a program of its own, as in a study whose seeds are set before the import."""
+    program = f"""
+import random, numpy, torch
+random.seed(1); numpy.random.seed(1); torch.manual_seed(1)
+expected = random.random(), numpy.random.rand(), torch.rand(()).item()
+random.seed(1); numpy.random.seed(1); torch.manual_seed(1)
+import {method}
+assert (random.random(), numpy.random.rand(), torch.rand(()).item()) == expected
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 def test_each_process_has_one_thread_whatever_main_has_set(start, launched, monkeypatch):
@@ -330,25 +371,15 @@ def test_each_process_has_one_thread_whatever_main_has_set(start, launched, monk
     assert {row["train_loss"] for row in outcome(Path("two"))[1]} == {"1"}
 
 
-def test_threads_that_a_fork_would_lose_are_refused(start, launched):
-    def main(*given):
-        with ThreadPoolExecutor() as pool:
-            pool.submit(int)
-            return start(*given)
-
-    code, [line] = launched(fedavg, f"{TWELVE} --device cpu --processes 2", main)
-    assert code == 2 and "threads would be lost" in line
-
-
 @pytest.mark.parametrize("n", [1, 2])
 def test_what_is_kept_outside_federate_does_not_go_from_run_to_run(start, launched, monkeypatch, n):
-    evaluate, count = Trainer.evaluate, itertools.count(1).__next__
-    counted = lambda *given: evaluate(*given) | {"count": count()}  # noqa: E731
-    monkeypatch.setattr(Trainer, "evaluate", counted)
+    measure, count = fedavg.evaluate, Keeps()
+    counted = lambda *given: measure(*given) | {"my_seconds": count()}  # noqa: E731
+    monkeypatch.setattr(fedavg, "evaluate", counted)
     words = f"{TWELVE} --device cpu --rounds 2 --seed 1 2 --processes {n} --out two"
     assert launched(fedavg, words, start)[0] == 0
     found = [read_rows(file.parent) for file in Path().rglob("metrics.csv")]
-    assert [[row["count"] for row in rows] for rows in found] == [["1", "2"]] * 6
+    assert [[row["my_seconds"] for row in rows] for rows in found] == [["1", "2"]] * 6
 
 
 def test_a_copy_does_not_go_on_with_other_code(mine, start, refused, tmp_path):
@@ -356,7 +387,7 @@ def test_a_copy_does_not_go_on_with_other_code(mine, start, refused, tmp_path):
     before = outcome(start(method, TWELVE + "--no-compare"))
     flags.code_of.cache_clear()
     helper = tmp_path / "library/helper.py"
-    helper.write_text(f"# a comment\n\n{helper.read_text()}  # another one")
+    helper.write_bytes(f"# a comment\n\n{helper.read_text()}".replace("\n", "\r\n").encode())
     assert outcome(start(method, "--resume run")) == before
     flags.code_of.cache_clear()
     helper.write_text("")
@@ -387,7 +418,7 @@ def test_several_seeds_and_domains_are_runs_as_by_hand_and_resume_repeats_nothin
     monkeypatch.setattr(sys, "argv", ["report.py", "all", "all-fedavg"])
     report.main()  # whose numbers are checked in test_report.py
     differences = re.findall(r"[+-]\d.* to .*", capsys.readouterr().out)
-    assert len(differences) == 3 and all(line in printed for line in differences)
+    assert len(differences) == 1 and all(line in printed for line in differences)
     by_hand = cut.replace("all", "light", 1).replace("1 2 --out all", "2 --no-compare --out hand")
     assert outcome(Path("all/light/seed2")) == outcome(start(fediir, by_hand))
 
@@ -414,10 +445,10 @@ def test_of_several_seeds_one_diverges_and_the_others_go_on(start, launched, mon
 def test_of_several_seeds_one_ends_early_and_the_others_go_on(start, launched, monkeypatch, fails):
     federate = fedavg.federate
 
-    def failing(args, *given):
+    def failing(args, *given, **state):
         if args.seed == 2:
             fails()
-        yield from federate(args, *given)
+        yield from federate(args, *given, **state)
 
     monkeypatch.setattr(fedavg, "federate", failing)
     code, lines = launched(fedavg, f"{CUTS[fedavg]} --no-compare --seed 1 2 3 --out three", start)
@@ -434,12 +465,13 @@ fedavg --lr nan -> --lr: nan is out of range
 fedavg --image-size 32 -> --image-size is for folders of images; glyphs has its own size
 fedavg --resume -> --out, which is missing
 fedavg --seed 1 --seed 2 -> --seed is given twice
-fedavg --rotate=0 --rotate=9 -> --rotate is given twice
-fediir --test-domain mono --dataset glyphs --model resblocks -> has batch norm
+fedavg --test-domain=mono --test-domain=stix -> --test-domain is given twice
+fediir --test-domain mono --dataset glyphs --model resblocks -> another gradient in training
 fediir --dataset some/folder --model convnet --clients 4 -> --test-domain is missing
 minimax_select --clients 3 -> 2000 samples of the classes [7] for a client
 minimax_select --dataset colours --clients 2 --partition rare -> rare needs more than 3 classes
-fedavg --partition iid --clients 1201 -> 1201 --clients need 10 of 12000 samples each: lower
+fedavg --partition iid --clients 1201 -> 1201 clients need 10 samples each, and there are 12000
+fedavg --local-steps 3 --local-epochs 3 -> --local-steps takes the place of --local-epochs
 fediir --partition domain --clients 1 --dataset glyphs -> --clients 1 is fewer than the
 fedavg --clients 9 --sample 5 -> --sample 5: only 4 of 9 clients participate; lower it, or raise
 fedavg --clients 9 --sample 6 -> (a --sample that you did not give is this data set's default)
@@ -454,7 +486,7 @@ fedavg --dataset colours --model vgg16 -> take another model, or larger images
 fedavg --dataset colours --model resnet50 -> take another model, or larger images
 fedavg --pretrained -> no ImageNet weights for cnn
 fedavg --pretrained weights.pt --model resnet18 -> cannot be loaded from weights.pt
-fedavg --device cuda:77 -> --device cuda:77 cannot be used
+fedavg --device cuda -> no GPU was found: choose cpu
 fedavg --device meta -> only cpu and cuda
 convex_hull_select --small -> glyphs is small already
 fedavg --out '' -> value is empty
@@ -462,7 +494,7 @@ fedavg --out full -> full is taken: choose another --out
 fedavg --out full/notes.txt -> notes.txt is taken
 fedavg --resume nowhere -> nowhere/args.json cannot be read
 fedavg --resume torn -> args.json cannot be read
-uefl --resume other -> other differs in method
+uefl --resume other -> other was started by fedavg.py: resume it with that
 fedavg --partition iid --dirichlet 0.5 -> --dirichlet has no effect
 uefl --clients 9 -> --clients has no effect with --partition silos
 """
@@ -506,26 +538,25 @@ def test_a_client_that_diverges_is_named_and_what_has_been_computed_stays(
         poison(client, 2, patch.setattr)
         for more in (f"{words} --out run --processes 2", "--resume run --processes 1"):
             assert launched(method, more, start) == (2, [line])
-            assert outcome(folder) == ([], healthy[1][:1]) and kept(folder)["t"] == 1
+            assert outcome(folder) == ([], healthy[1][:1])
     assert outcome(start(method, "--resume run")) == healthy
 
 
-def test_the_picture_of_the_clients_counts_rounds_and_takes_the_last_numbers(
-    new_run, tiny, monkeypatch
-):
+def test_the_picture_of_the_clients_has_those_that_never_train(new_run, tiny, monkeypatch):
+    """It counts rounds, and takes the last numbers."""
     run, figures = new_run(), []
-    run.clients = make_clients(tiny, 0, "iid", clients=3, participating=3)
+    run.clients = make_clients(tiny, 0, "iid", clients=5, participating=3)
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
     run.rows = [
-        {"selected": [2, 0], "accuracies": [0.1, 0.2, 0.3]},
-        {"selected": [2, 1], "accuracies": [0.5, 0.0, 1.0]},
+        {"selected": [2, 0], "accuracies": [0.1, 0.2, 0.3], "unseen_accuracies": [0.0, 0.0]},
+        {"selected": [2, 1], "accuracies": [0.5, 0.0, 1.0], "unseen_accuracies": [0.8, 0.6]},
         {"selected": [2, 1]},
     ]
     plots.clients(run)
     held, *bars = figures[0].axes
     assert (run.clients.label_counts.numpy() == held.images[0].get_array().T).all()
-    heights = [[bar.get_height() for bar in axes.patches] for axes in bars]
-    assert heights == [[1, 2, 3], [0.5, 0.0, 1.0]]
+    found = [{bar.get_x() + 0.4: bar.get_height() for bar in axes.patches} for axes in bars]
+    assert [[*of_axes.values()] for of_axes in found] == [[1, 2, 3], [0.5, 0, 1, 0.8, 0.6]]
 
 
 def test_a_class_that_no_participating_client_holds_is_named(start, capsys):
@@ -544,127 +575,101 @@ def test_a_baseline_never_overwrites_another_run(start):
     assert outcome(equal) == before and not (equal.parent / "run").exists()
 
 
-def test_of_two_runs_that_start_together_the_second_is_refused(new_run, monkeypatch):
-    """Both have found the folder free before one of them claims it."""
-    first = new_run()
-    monkeypatch.setattr(runs, "check_free", lambda folder: None)
-    with pytest.raises((UserError, OSError), match=r"run"):
-        new_run("--lr 3")
+def test_of_two_runs_that_start_together_the_second_is_refused(new_run):
+    """Both have found the folder free before one of them has finished a round."""
+    first, second = new_run(), new_run("--lr 3")
+    first.record({"t": 1, "w": torch.ones(2)}, {})
+    before = outcome(first.folder)
+    with pytest.raises(OSError, match=r"args\.json"):
+        second.record({"t": 1, "w": torch.ones(2)}, {})
+    assert outcome(first.folder) == before
     assert json.loads(Path("run/args.json").read_text())["flags"]["lr"] == first.args.lr
 
 
-def test_what_a_copy_yields_is_converted_or_refused_in_the_first_round(new_run, tmp_path):
+def test_before_a_round_has_ended_a_folder_is_free(start, launched, monkeypatch):
+    """After a mistake of one's own in round 1, the same command runs again with other code."""
+    with monkeypatch.context() as patch:
+        patch.setattr(fedavg, "evaluate", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            start(fedavg, f"{CUTS[fedavg]} --no-compare")
+    assert [file.name for file in Path("run").iterdir()] == ["clients.png"]
+    start(fedavg, f"{CUTS[fedavg]} --no-compare --lr 0.3")
+
+
+def test_what_a_copy_yields_is_converted_or_named(new_run, tmp_path, capsys):
     run = new_run()
     row = {"a": (1, 2.5), "c": np.arange(3), "d": torch.tensor(True)}
     state = {"t": 1, "theta": torch.ones(2), "mine": {"list": [3, 0.5, None]}}
-    for wrong in ("text", [[1], [1, 2]]):
-        with pytest.raises(UserError, match="wrong is no number and no list of numbers"):
-            run.record(state, {"wrong": wrong})
-    run.record(state, row)
-    [found] = read_rows(tmp_path / "run")
+    run.record(state, row | {"wrong": "text", "ragged": [[1], [1, 2]], "nothing": None})
+    assert "wrong, ragged is no number and no list of numbers" in capsys.readouterr().err
+    run.record({**state, "t": 2}, row)
+    found, _ = read_rows(tmp_path / "run")
     assert [found[name] for name in row] == ["1 2.5", "0 1 2", "1"]
     assert kept(tmp_path / "run")["mine"] == state["mine"]
-    run.record({**state, "t": 2}, {"wrong": "text"})  # later it costs its cell alone
     with pytest.raises(UserError, match="seconds is a column already"):
         run.record(state, {"seconds": 1.0})
     for missing in ({"t": 1}, {"w": torch.ones(2)}):
         with pytest.raises(UserError, match="or without the model: call it w, or theta"):
             run.record(missing, {})
-    for name, wrong in {"number": np.float64(0.5), "function": lambda: 0}.items():
+    for wrong in (np.float64(0.5), lambda: 0):
         with pytest.raises(UserError, match="something else than numbers and tensors"):
-            new_run(f"--out {name}").record(state | {"mine": wrong}, {})
+            runs.packed(state | {"mine": wrong})
 
 
-def test_a_repeated_round_has_the_same_columns_but_for_a_clock(new_run, capsys):
-    """And then it is a checkpoint, so a program that is killed in the next round gets on.
-
-    Another number of the user's is named, and another model refused.
-    """
-    w, row = torch.ones(2), {"my_seconds": 3.5, "mine": 3.5}
-    new_run().record({"t": 1, "w": w}, row)
+def test_a_repeated_round_has_the_same_model(new_run):
+    """And then it is the checkpoint, so a program that is killed in the next round gets on."""
+    w = torch.ones(2)
+    new_run().record({"t": 1, "w": w}, {"mine": 3.5})
     again = new_run("--resume run")
-    again.record({"t": 1, "w": w}, {"my_seconds": 4.5, "mine": 4.5})
-    assert again.checkpoint.exists()
-    assert "a round has another mine than before" in capsys.readouterr().err
-    with pytest.raises(UserError, match="another norm"):
-        again.record({"t": 1, "w": 2 * w}, row)
+    again.record({"t": 1, "w": w}, {"mine": 4.5})
+    assert kept(Path("run"))["t"] == 1
+    (again.folder / "checkpoint.pt").unlink()
+    with pytest.raises(UserError, match="round 1 has another norm than before"):
+        new_run("--resume run").record({"t": 1, "w": 2 * w}, {"mine": 3.5})
 
 
-SEEN_BY_MODULE = Counter()
-
-
-def test_variables_that_change_beside_the_state_are_named(start, monkeypatch, capsys):
-    """Not the model, which the trainer sets, and not m, which the state has by another name."""
-
-    def federate(args, clients, trainer, state):
-        model, w = trainer.model, trainer.initial
-        for row in range(2):  # in another loop
-            t = row
-        if not state:
-            m, best = 0, w
-        for t in (1, 2):
-            w = 0.5 * w
-            m, best = m + w, best + w
-            SEEN_BY_MODULE[t] += 1
-            trainer.progress(t, 1)
-            SEEN_BY_MODULE.clear()  # so it is empty at the end of each round
-            clients.groups[0] = model.of_part = trainer.mine = t
-            model.classifier[2].bias.data.fill_(t)
-            row = {"selected": [0], "train_loss": 0.5, "mine": None}
-            yield {"t": t, "w": w, "momentum": m}, row
-
-    monkeypatch.setattr(fedavg, "federate", federate)
-    start(fedavg, CUTS[fedavg] + "--no-compare")
-    names = re.findall(r"(.*) changes, but", capsys.readouterr().err)
-    expected = "best of federate(), clients.groups, test_run.SEEN_BY_MODULE, "
-    expected += "trainer.mine in federate(), trainer.model.of_part"
-    assert sorted({*", ".join(names).split(", ")}) == expected.split(", ")
-
-
-LATE = {  # flags that the trainer has read already, and code that a run has not seen at its start
-    "vars(args).update(lr=1) or select(args, clients, trainer, w, t)": "federate() changes args.lr",
-    "__import__('helper').choose(clients)": "helper is imported in a function",
-}
-
-
-@pytest.mark.parametrize("line", LATE)
-def test_what_federate_does_too_late_is_refused(mine, refused, tmp_path, monkeypatch, line):
-    monkeypatch.setattr(watch, "HOME", str(tmp_path))
-    refused(mine("", line), TWELVE + "--no-compare", LATE[line])
+def test_federate_must_not_change_args(mine, refused):
+    """The trainer has read them already, and a resumed run would have others."""
+    line = "vars(args).update(lr=1) or select(args, clients, trainer, w, t)"
+    refused(mine("", line), TWELVE + "--no-compare", "federate() changes args.lr")
 
 
 def test_a_run_that_is_made_longer_repeats_a_round_and_changes_nothing_if_it_differs(
     start, launched, monkeypatch
 ):
-    """The server's step shrinks with a number that nobody yields. What stopped early stays so."""
+    """The server's step shrinks from round 3 on with a number that nobody yields."""
     steps = []
 
     def weights(by, sizes, plain=fedavg.train.averaging_weights):
         steps.append(1)
-        return plain(by, sizes) * 0.9 ** len(steps)
+        return plain(by, sizes) * 0.9 ** max(0, len(steps) - 3)
 
     monkeypatch.setattr(fedavg.train, "averaging_weights", weights)
-    folder = start(fedavg, CUTS[fedavg] + "--no-compare --rounds 3 --out other")
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    words = CUTS[fedavg] + "--no-compare --rounds 4 --out other"
+    folder = start(fedavg, words)
+    others = [file for file in folder.iterdir() if file.name != "checkpoint.pt"]
+    before = [file.read_bytes() for file in others]
     for _ in range(2):
         steps.clear()
-        code, [line] = launched(fedavg, "--resume other --rounds 5", start)
+        code, [*_, line] = launched(fedavg, "--resume other --rounds 5", start)
         assert code == 2 and "has another norm than before" in line
-        assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
-    monkeypatch.setattr(fedavg, "federate", lambda *args: iter([({"t": 9}, {})]))
-    assert outcome(start(fedavg, "--resume other")) == outcome(folder)
+        assert [file.read_bytes() for file in others] == before
+    monkeypatch.setattr(fedavg, "federate", lambda *args: 1 / 0)
+    assert outcome(start(fedavg, "--resume other")) == outcome(folder)  # there is nothing to do
 
 
-def test_there_is_a_checkpoint_every_30_seconds(new_run, monkeypatch, capsys):
+def test_there_is_a_checkpoint_every_30_seconds_and_never_of_the_last_round(
+    new_run, monkeypatch, capsys
+):
     """A round takes 10 seconds, and leaves the model as it was."""
     say_once.cache_clear()
-    run, save, clock, saves = new_run(), runs.Run.save, [0.0], []
+    run, clock, found = new_run(), [0.0], []
     monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(runs.Run, "save", lambda run: saves.append(run.t) or save(run))
-    for t in range(1, 10):
+    for t in range(1, 11):
         clock[0] += 10
         run.record({"t": t, "w": torch.ones(2)}, {})
-    assert saves == [1, 5, 9]
+        found += [kept(run.folder)["t"]] if run.checkpoint.exists() else []
+    assert found == [1, 1, 1, 1, 5, 5, 5, 5, 9]
     assert capsys.readouterr().err.count("the model is that of the round before") == 1
 
 
@@ -699,59 +704,47 @@ def test_a_run_does_not_go_on_with_other_flags_or_data(whole, refused, monkeypat
     assert outcome(folder) == before
 
 
-def test_another_machine_is_named_and_the_run_goes_on(
-    start, start_and_stop, whole, capsys, monkeypatch
-):
-    """Or another value in the user's module, which it has read from a file.
-
-    So is another version of a package that it imports, such as pytest.
-    """
+def test_another_machine_is_named_and_the_run_goes_on(start, start_and_stop, whole, capsys):
     expected = outcome(whole(fedavg))
     start_and_stop(fedavg, CUTS[fedavg] + "--no-compare --out cut", 3, "cut")
     file = Path("cut/args.json")
     file.write_text(re.sub(r'torch": "', "\\g<0>1.", file.read_text()))
-    Path("cut/metrics.csv").write_text("round,train_loss\n2,9.9\n")  # its last digits may differ
+    Path("cut/metrics.csv").write_text("round,norm\n2,9.9\n")  # its last digits may differ
     capsys.readouterr()
-    monkeypatch.setattr(fedavg, "SMALL", torch.ones(2))
     assert outcome(start(fedavg, "--resume cut")) == expected
-    said = capsys.readouterr().err
-    assert "cut began with another torch, fedavg.SMALL, so" in said
-    about = file.read_text()
-    assert re.search(r'"torch": "1\.2.*, then 2(.|\n)*, then \d+"', about)
-    assert f'"pytest": "{pytest.__version__}"' in about
+    assert "cut began with another torch, so" in capsys.readouterr().err
+    machine = runs.machine_in(json.loads(file.read_text()))
+    assert machine["torch"] == f"1.{torch.__version__.split('+')[0]}, then {version('torch')}"
+    assert "then" not in machine["numpy"]
 
 
-@pytest.mark.parametrize(
-    "build", [torch.tensor, torch.nn.Softmax, lambda x: {str(x)}, lambda x: partial(max, x)]
-)
-def test_a_value_of_a_module_is_recorded(monkeypatch, build):
-    """Such as a loss that a factor from a file has built."""
-    found = []
-    for x in (1, 1, 2):
-        monkeypatch.setattr(fedavg, "SMALL", build(x))
-        found.append(runs.machine_of(torch.device("cpu"))["fedavg.SMALL"])
-    assert found[0] == found[1] != found[2]
-
-
-@pytest.mark.parametrize("file", ["checkpoint.pt", "next.pt"])
-def test_a_damaged_checkpoint_costs_rounds_and_no_run(start_and_stop, start, whole, capsys, file):
+@pytest.mark.parametrize("damage", ["cut", "one bit"])
+def test_a_damaged_checkpoint_costs_rounds_and_no_run(start_and_stop, start, whole, capsys, damage):
+    """torch.load looks at no checksum, so a flipped bit would be another model."""
     expected = outcome(whole(fedavg))
-    start_and_stop(fedavg, CUTS[fedavg] + "--no-compare --out cut", 3, "cut")
-    Path("cut", file).write_bytes(b"PK")
+    start_and_stop(fedavg, CUTS[fedavg] + "--no-compare --out cut", 4, "cut")
+    file = Path("cut/checkpoint.pt")
+    content = bytearray(file.read_bytes())
+    w = kept(Path("cut"))["w"].numpy().tobytes()
+    content[content.index(w) + 2] ^= 1
+    file.write_bytes(content[:9] if damage == "cut" else content)
     assert outcome(start(fedavg, "--resume cut")) == expected
-    assert f"{file} cannot be read" in capsys.readouterr().err
+    assert "checkpoint.pt cannot be read" in capsys.readouterr().err
 
 
 def test_several_seeds_that_stop_before_the_first_round_can_go_on(start, monkeypatch):
     monkeypatch.setattr(plots, "clients", lambda run: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(signal, "SIGINT", signal.SIGUSR1)  # which no shell ignores in background
+    signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    words = f"{CUTS[fedavg]} --no-compare --seed 1 2 --out two --resume"
     with pytest.raises(KeyboardInterrupt):
-        start(fedavg, f"{CUTS[fedavg]} --no-compare --seed 1 2 --out two")
+        start(fedavg, words)
     monkeypatch.setattr(plots, "clients", print)
-    start(fedavg, "--resume two")
+    start(fedavg, words)
 
 
 def test_before_anything_is_written_a_signal_only_stops(start, launched, monkeypatch):
-    monkeypatch.setattr(compare, "check_free", lambda folder: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(runs, "check_free", lambda folder: signal.raise_signal(signal.SIGTERM))
     assert launched(fedavg, CUTS[fedavg], start) == (130, ["fedavg.py: stopped"])
 
 
@@ -764,14 +757,6 @@ def test_label_skew_does_not_inherit_the_rotations_of_silos():
     assert parsed(uefl, "").rotate == parsed(uefl, "--partition domain").rotate == [0, -50, 120]
     mnist = parsed(fediir, "--dataset mnist --partition iid")
     assert mnist.rotate and float(mnist.test_domain) in mnist.rotate  # it leaves one angle out
-
-
-def test_what_a_shell_leaves_in_a_word_is_not_part_of_it(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    own = fedavg.SETTINGS, fedavg.SMALL, fedavg.own_flags
-    words = ["--out=~/run", "--lr", "0.5\r", "--data-dir=~me/data"]
-    args = flags.parse(fedavg.__file__, fedavg.__doc__, *own, words)
-    assert (args.out, args.lr, args.data_dir) == ("/home/me/run", 0.5, "~me/data")
 
 
 @pytest.mark.parametrize("method", CUTS)
@@ -824,9 +809,10 @@ def test_a_stopped_run_may_end_earlier_but_not_before_the_rounds_it_has_had(
     words = CUTS[fedavg] + "--no-compare "
     expected = outcome(start(fedavg, words + "--rounds 3 --out three"))
     start_and_stop(fedavg, words + "--out cut", 4, "cut")
-    refused(fedavg, "--resume cut --rounds 1", "cut has had 3 rounds: allow as many, or more")
+    refused(fedavg, "--resume cut --rounds 2", "cut has had 3 rounds: allow as many, or more")
     refused(fedavg, "--resume three --rounds 2", "three has had 3 rounds")
-    Path("three/model.pt").unlink()  # as if a kill came before it was written
+    args = Path("three/args.json")  # as if a kill came before it was finished
+    args.write_text(args.read_text().replace('"finished": 3', '"finished": null'))
     assert outcome(start(fedavg, "--resume three")) == expected
     assert outcome(start(fedavg, "--resume cut --rounds 3")) == expected
 

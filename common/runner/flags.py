@@ -180,8 +180,9 @@ def parse(file, doc, settings, small, own_flags, argv=None):
     known = parser._option_string_actions  # --flag -> what argparse knows of it
     given = [known[flag] for word in argv if (flag := word.split("=")[0]) in known]
     typed = {action.dest: action.option_strings[0] for action in given}
-    for action in given:
-        if given.count(action) > 1:
+    for action in given:  # of other flags the last one counts, as argparse has it
+        takes_several = action.nargs == "+" or action.dest == "test_domain"
+        if takes_several and given.count(action) > 1:
             raise UserError(f"{typed[action.dest]} is given twice: give it once")
     chosen, _ = parser.parse_known_args(argv)  # --dataset, --small and --resume say the defaults
     saved = saved_flags(chosen)

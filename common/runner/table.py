@@ -74,7 +74,8 @@ def interval(differences):
 
 def show(value, column, sign=""):
     """A number of this column as text; shares are in percent already."""
-    return f"{value:{sign},.{DECIMALS.get(measure_of(column).unit, 3)}f}"
+    digits = DECIMALS.get(measure_of(column).unit, 3)
+    return f"{round(float(value), digits) + 0.0:{sign},.{digits}f}"  # where -0.0 becomes 0.0
 
 
 def pm(values, column):
