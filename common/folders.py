@@ -22,7 +22,7 @@ from common.chance import random_at
 from common.ranks import say
 
 ENDINGS = ".jpg .jpeg .jfif .png .gif .webp .bmp .tif .tiff .ppm .pgm"
-FORMATS = ["JPEG", "MPO", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM"]
+FORMATS = ["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM"]
 SHOWN = 20  # so many classes are listed
 
 

@@ -15,7 +15,6 @@ import torch
 from helpers import (
     drawn,
     in_each_round,
-    kept,
     lines_of,
     make_tiny,
     prepared,
@@ -30,6 +29,7 @@ from common import ranks
 from common.chance import random_at
 from common.models import build
 from common.runner import launch
+from common.runner.runs import Run
 from common.splits import Clients
 from common.train import LocalTraining, Trainer
 
@@ -94,20 +94,24 @@ def start(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def finished(start):
+def finished(start, monkeypatch):
     """finished(method, "--flag value ...") is a run: what it begins with, and what it leaves.
 
     It has the flags, data, clients and trainer of helpers.prepared, its folder, the rows of
-    metrics.csv, the clients selected in each round, and the state that it keeps.
+    metrics.csv, the clients selected in each round, and the last state.
     """
 
     def run_method(method, flags):
         args, data, clients, trainer = prepared(method, flags)
-        folder = start(method, flags)
+        state, record = {}, Run.record
+        keep = lambda run, yielded, row: state.update(yielded) or record(run, yielded, row)  # noqa: E731
+        with monkeypatch.context() as patch:
+            patch.setattr(Run, "record", keep)
+            folder = start(method, flags)
         rows = read_rows(folder)
         return SimpleNamespace(
             args=args, data=data, clients=clients, trainer=trainer,
-            folder=folder, rows=rows, selected=selections(rows), state=kept(folder),
+            folder=folder, rows=rows, selected=selections(rows), state=state,
         )  # fmt: skip
 
     return run_method
@@ -117,8 +121,8 @@ def finished(start):
 def start_and_stop(start, monkeypatch):
     """start_and_stop(method, "--flag value ...", round, folder) starts a run that Ctrl-C ends.
 
-    Ctrl-C comes in the middle of this round of the run in this folder. The round before has left
-    a checkpoint that is not yet repeated, and the one before that the checkpoint to go on from.
+    Ctrl-C comes in the middle of this round of the run in this folder. The checkpoint is that of
+    two rounds before.
     """
 
     def run_method(method, flags, round, folder):

@@ -44,7 +44,7 @@ import minimax_select
 import uefl
 from common import UserError, ranks
 from common.ranks import say_once
-from common.runner import compare, flags, plots, runs
+from common.runner import flags, plots, runs
 from common.splits import make_clients
 from common.train import ADVICE
 from results import report

@@ -126,7 +126,7 @@ def test_perplexity_counts_codewords_in_equal_use(usable):
     model.codebook.extend(ramp)
     batches = [(ramp, torch.arange(4))] * 2
     found = uefl.client_uncertainty(model, batches, 1, torch.arange(4) < usable)
-    assert found[1].item() == pytest.approx(usable)
+    assert found[2].item() == pytest.approx(usable)
 
 
 def test_uncertainty_is_the_entropy_of_the_mean_pass_with_the_dropout_of_its_round(start):

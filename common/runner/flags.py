@@ -202,7 +202,8 @@ def parse(file, doc, settings, small, own_flags, argv=None):
         infer_partition(args, typed)
         refuse_useless(args, typed)
         args.local_epochs = None if args.local_steps else args.local_epochs
-        args.is_example = not typed.keys() - OF_A_MACHINE - {"seeds", "precision"}
+        may_be_typed = {*OF_A_MACHINE, "seeds", "precision"}
+        args.is_example = args.dataset == next(iter(settings)) and not typed.keys() - may_be_typed
     name = f"{method}-{Path(args.dataset).stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     args.out = str(Path(args.out or f"runs/{name}"))
     return args

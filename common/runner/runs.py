@@ -333,6 +333,8 @@ def read_rows(folder):
         text = text.replace(",", ".").replace(";", ",")
     rows = []
     for line in csv.DictReader(text.splitlines()):
+        if None in line.values():
+            raise ValueError("metrics.csv is cut off")
         row = {c: [*map(float, cell.split())] for c, cell in line.items() if cell}
         row = {c: numbers if len(numbers) > 1 else numbers[0] for c, numbers in row.items()}
         rows.append(row | {"round": int(row["round"])})

@@ -154,9 +154,9 @@ def report(rows):
         print("brackets: 95 % interval of paired differences")
     *others, last = rows
     for label in others:
-        if [run.rows[-1]["norm"] for run in rows[label]] == [
-            r.rows[-1]["norm"] for r in rows[last]
-        ]:
+        theirs = {which(run): run.rows[-1]["norm"] for run in rows[last]}
+        pairs = [(r.rows[-1]["norm"], theirs[which(r)]) for r in rows[label] if which(r) in theirs]
+        if pairs and all(ours == of_last for ours, of_last in pairs):
             print(f"{label} and {last} end with the same model: does what differs have an effect?")
     if different := unlike(rows):
         print(f"Not the same in all rows: {different}")

@@ -49,7 +49,7 @@ def risk_and_gradient(
 
 
 def fediir_loss(
-    features: nn.Module,
+    features,
     classifier: nn.Module,
     x: Tensor,
     y: Tensor,

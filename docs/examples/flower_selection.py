@@ -98,7 +98,8 @@ def principal_components(g: Tensor, dim: int, scale: bool = False) -> Tensor:
     length = inner.diagonal().sqrt()
     unit = length if scale else length.max().expand(m)
     inner = inner / unit / unit[:, None]
-    inner = inner - inner.mean(0) - inner.mean(1, keepdim=True) + inner.mean()  # of centred rows
+    # <g_i - m, g_j - m> = <g_i, g_j> - <g_i, m> - <m, g_j> + <m, m>, where m is the mean row
+    inner = inner - inner.mean(0) - inner.mean(1, keepdim=True) + inner.mean()
     values, vectors = eigh(inner, subset_by_index=[max(0, m - dim), m - 1])
     kept = values > 1e-12 * m  # smaller variances may come from the rounding of g to float32
     return torch.from_numpy(vectors[:, kept] * values[kept] ** 0.5).flip(1)  # the largest first
