@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import re
 from pathlib import Path
 
 import numpy as np
@@ -135,9 +136,9 @@ def outcome(folder):
 
 
 def lines_of(said):
-    """The lines of what a program says on stderr without progress bars, which come late."""
+    """The lines on stderr, without progress bars, which come late, and a run's set-up."""
     lines = said.replace("\r", "\n").splitlines()
-    return [line for line in lines if line.strip() and "%|" not in line]
+    return [line for line in lines if line.strip() and not re.search(r"%\||train a round; ", line)]
 
 
 # ---------------------------------------------------------------- training by hand

@@ -350,7 +350,7 @@ def finished(folder, seed):
         out.mkdir(parents=True)
         (out / "args.json").write_text(
             '{"flags": {"code": {"fedavg.py": "abcdefg"}, "method": "fedavg", "precision": ""}, '
-            '"machine": {"torch": "2.14", "device": "cpu"}}'
+            '"machines": [{"torch": "2.14", "device": "cpu"}]}'
         )
         (out / "metrics.csv").write_text("round,mA,selected\n1,0.5,4 2\n2,,2 3\n3,0.6,4\n")
 

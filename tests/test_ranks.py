@@ -12,6 +12,7 @@ from pathlib import Path
 
 import helpers
 import pytest
+import torch
 from ranks import CALLS, child, kill_rank_1_in_round_2
 
 import common.data
@@ -239,8 +240,8 @@ def test_a_machine_without_the_folder_does_not_leave_the_other_waiting(tmp_path)
 
 
 def test_two_machines_resume_only_from_the_same_round(folders, tmp_path):
-    """One has the flags alone."""
-    for rank, count in enumerate((2, 0)):
+    """One has no checkpoint."""
+    for rank, count in enumerate((2, 1)):
         flags = f"{CALL} --processes 1".split()
         ended(fedavg, flags, tmp_path / str(rank), stop_after(count))
     for lines, code in two_nodes(tmp_path, ["--resume run"] * 2):
@@ -313,6 +314,9 @@ def test_only_torchrun_sets_the_rank(monkeypatch, missing, expected):
     assert (started["RANK"], started["COUNT"]) == expected
 
 
-def test_as_many_are_forked_as_there_are_clients_and_none_with_one_gpu(monkeypatch):
+def test_as_many_are_forked_as_there_are_clients_or_gpus(monkeypatch):
+    """Several may share a GPU."""
     monkeypatch.setattr(ranks, "may_fork", True)
-    assert ranks.how_many(9, "cpu", 3) == 3 and ranks.how_many(9, "cuda:0", 3) == 0
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = {(9, "cpu", 3): 3, (None, "auto", 9): 2, (None, "cuda:0", 9): 1, (4, "cuda", 9): 4}
+    assert {given: ranks.how_many(*given) for given in found} == found

@@ -50,7 +50,7 @@ def by_file(tour, method, clients, words, table=None):
     args = flags.defaults(method, words)
     trainer = tour.trainer_for(clients, args.rounds)
     state = {} if table is None else {"w": trainer.initial, "table": table.clone()}
-    found = list(method.federate(args, clients, trainer, state))
+    found = list(method.federate(args, clients, trainer, **state))
     return found[-1][0]["w"], [row["selected"].tolist() for _, row in found]
 
 

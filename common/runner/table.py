@@ -23,6 +23,11 @@ def which(run):
     return run.args.seed, run.args.test_domain
 
 
+def end(run):
+    """The round in which a run has ended, and the norm of its model."""
+    return run.rows[-1]["round"], run.rows[-1]["norm"]
+
+
 def settings(run):
     """What all runs of a row share: flags, code, images."""
     found = {flag: value for flag, value in vars(run.args).items() if flag not in MAY_DIFFER}
@@ -153,9 +158,9 @@ def report(rows):
     if " to " in str(lines):
         print("brackets: 95 % interval of paired differences")
     *others, last = rows
+    theirs = {which(run): end(run) for run in rows[last]}
     for label in others:
-        theirs = {which(run): run.rows[-1]["norm"] for run in rows[last]}
-        pairs = [(r.rows[-1]["norm"], theirs[which(r)]) for r in rows[label] if which(r) in theirs]
+        pairs = [(end(run), theirs[which(run)]) for run in rows[label] if which(run) in theirs]
         if pairs and all(ours == of_last for ours, of_last in pairs):
             print(f"{label} and {last} end with the same model: does what differs have an effect?")
     if different := unlike(rows):

@@ -33,7 +33,7 @@ def example(method, rounds: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor
     trainer = Trainer(glyphs, clients, model, local=local, evaluate_every=rounds)
     args = flags.defaults(method, f"--rounds {rounds} --seed {seed}")
     table = method.first_uploads(trainer, trainer.initial, clients.ids)
-    for state, row in method.federate(args, clients, trainer, {}):
+    for state, row in method.federate(args, clients, trainer):
         yield table, row["selected"], is_rare
         table = state["table"].clone()
 
