@@ -66,14 +66,14 @@ def averages(w, clients, selected, lr, epochs, momentum):
 
 def moving_average(gradients, ema):
     """g~ of fediir.federate(), whose clients have these gradients and do not train."""
+    clients = SimpleNamespace(ids=torch.arange(2), per_round=2, participating=2, train=None)
     trainer = SimpleNamespace(
-        initial=torch.zeros(1), map=lambda *where: [gradients[where[-1] - 1]],
-        count=lambda *cost: None, evaluate=lambda *row: {},
-        train=lambda *where, **more: (torch.zeros(2, 1), None),
+        initial=torch.zeros(1), map=lambda *where: [gradients[where[-1] - 1]], clients=clients,
+        count=lambda *cost: None, cost=dict, is_due=lambda t: False,
+        train=lambda *where, **more: (torch.zeros(2, 1), torch.zeros(2)),
     )  # fmt: skip
-    clients = SimpleNamespace(ids=torch.arange(2), per_round=2, train=None)
     args = SimpleNamespace(rounds=len(gradients), seed=0, ema=ema, gamma=1, server_lr=1)
-    return [state["global_gradient"] for state, _ in fediir.federate(args, clients, trainer, {})]
+    return [state["global_gradient"] for state, _ in fediir.federate(args, clients, trainer)]
 
 
 PIECES = {
