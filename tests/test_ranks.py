@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import helpers
+import numpy as np
 import pytest
 import torch
 from ranks import CALLS, child, kill_rank_1_in_round_2
@@ -115,6 +116,39 @@ def test_after_a_signal_the_run_goes_on_to_the_same_bytes(folders, tmp_path, kin
     assert said(tmp_path) == ["fedavg.py: stopped; continue with --resume fedavg"]
     assert ended(fedavg, ["--resume", "fedavg"], tmp_path) == 0, said(tmp_path)
     assert outcome(tmp_path / "fedavg") == outcome(folders / "1/fedavg")
+
+
+@pytest.mark.parametrize("method", CALLS)
+@pytest.mark.usefixtures("start")
+def test_how_the_clients_that_never_train_are_served_by_hand(folders, method):
+    """In 9 processes. After a kill, other tests see the same metrics.csv."""
+    _, data, clients, trainer = helpers.prepared(method, CALLS[method])
+    weights = torch.load(folders / "9" / method.__name__ / "model.pt")
+    model, m = trainer.model.eval(), clients.participating
+    if method is uefl:
+        model.codebook.make_room(len(weights["codebook.codewords"]))
+    model.load_state_dict(weights)
+    right = []
+    for samples in clients.test:
+        answers = model(data.x[samples] / 127.5 - 1)
+        answers = answers[0] if method is uefl else answers
+        right.append((answers.argmax(1) == data.y[samples]).numpy())
+    row = helpers.read_rows(folders / "9" / method.__name__)[-1]
+    by_client = [of_client.mean() for of_client in right[m:]]
+    assert [*map(float, row["unseen_accuracies"].split())] == pytest.approx(by_client, rel=1e-5)
+    unseen = np.concatenate(right[m:]).mean()
+    assert float(row["unseen_accuracy"]) == pytest.approx(unseen, rel=1e-5)
+    gap = float(row["id_accuracy"]) - unseen
+    assert float(row["participation_gap"]) == pytest.approx(gap, abs=1e-5)
+    ranked = sorted(a for a, of_client in zip(by_client, right[m:]) if len(of_client) >= 10)
+    assert ("unseen_worst" in row) == bool(ranked)
+    if ranked:
+        assert float(row["unseen_worst"]) == pytest.approx(ranked[0], rel=1e-5)  # of at most ten
+
+
+def test_where_everybody_trains_there_are_no_such_columns(start):
+    folder = start(fedavg, "--partition iid --clients 3 --participating 3 --rounds 1 --no-compare")
+    assert not [column for column in helpers.read_rows(folder)[0] if "unseen" in column]
 
 
 @pytest.mark.parametrize("method", CALLS)

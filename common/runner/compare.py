@@ -133,8 +133,8 @@ def run(args, federate, label, baselines, example, build=build_model):
             for own in plan:
                 own.stop = stop
                 try:
-                    shared = {**vars(args)} if several else None
-                    one = partial(run_one, own, federate, data_of(own.seed), build, shared)
+                    whole = args if several else None
+                    one = partial(run_one, own, federate, data_of(own.seed), build, whole)
                     # In processes of its own, so that nothing that it keeps goes to the next one
                     run = ranks.start(one, count) if count and not is_alone else one()
                 except Exception as e:
@@ -170,17 +170,17 @@ def run(args, federate, label, baselines, example, build=build_model):
     return found
 
 
-def run_one(own, federate, dataset, build, shared):
+def run_one(own, federate, dataset, build, whole):
     """One run, in each of its ranks: federate() with these flags. Returns the Run.
 
-    shared  the flags of the whole command if it has several runs, for args.json, or None
+    whole  the flags of the command if it has several runs, or None
 
     The second round is rehearsed: it begins again, as in a new program, from a copy of the state
     that the first one has yielded. See compare_rounds.
     """
     device, own.precision = devices.set_up(own.device, own.precision, own.model)
     clients, model = assemble(own, dataset, build)
-    run = runs.Run(own, dataset, clients, model, device)
+    run = runs.Run(own, dataset, clients, model, device, whole)
     n, m, k = len(clients.train), clients.participating, clients.per_round
     ranks.say_once(
         f"{n} clients, {m} participate, {k} train a round; {device}, {own.precision}, "
@@ -208,17 +208,14 @@ def run_one(own, federate, dataset, build, shared):
             if i == 1:
                 copy = runs.packed(state)
             if i == 2:
-                before = runs.unpacked(copy, device)
+                before, copy = runs.unpacked(copy, device), None  # a table may be large
                 old = runs.weights_in(before).clone()
                 waits = lambda t, share: run.progress(t, 0)  # noqa: E731
                 again = begin(*assemble(own, dataset, build), before, waits)
                 chance.seed_all(own.seed, "round", run.t + 1)
                 compare_rounds(old, (state, row), next(iter(again), ({}, {})))
-                del copy, before, again  # a table of updates may be large
+                del before, again
             run.record(state, row)
-            if i == 1 and shared and not ranks.RANK:
-                text = runs.as_json({"flags": {**shared, "precision": own.precision}})
-                runs.write_whole(Path(shared["out"]) / "args.json", text)
             if run.t == own.stop:
                 break
             chance.seed_all(own.seed, "round", run.t + 1)

@@ -38,6 +38,7 @@ LENGTH = "rounds", "iterations", "stop"
 class Run:
     """A run and its folder args.out.
 
+    whole     the flags of the command if it has several runs, whose folder gets them, or None
     state     what federate() yielded last, for the next round; {} in a new run. Its "w" or "theta"
               is the model
     rows      what metrics.csv holds, one dict per round, with numbers as numbers and lists as lists
@@ -52,8 +53,9 @@ class Run:
     if the folder is taken, if it belongs to other data, or if the ranks do not fit together.
     """
 
-    def __init__(self, args, data, clients, model, device):
+    def __init__(self, args, data, clients, model, device, whole=None):
         self.args, self.clients, self.model, self.folder = args, clients, model, Path(args.out)
+        self.whole = whole
         self.checkpoint, self.next = self.folder / "checkpoint.pt", None
         self.state, self.rows, self.t, self.ended, self.recorded = {}, [], 0, False, {}
         self.classes = data.classes
@@ -200,6 +202,9 @@ class Run:
         if self.has_args:
             return
         self.has_args, text = True, as_json(self.about)
+        if self.whole:
+            flags = {**vars(self.whole), "precision": self.args.precision}
+            write_whole(Path(self.whole.out) / "args.json", as_json({"flags": flags}))
         if self.is_new:
             with open(self.folder / "args.json", "x") as file:
                 file.write(text)  # at once, because a kill must not leave an empty file
