@@ -80,6 +80,7 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
     Raises ValueError if g is not a matrix, if an update is zero or not finite, or if k is not in
     1 .. M.
     """
+    g = torch.as_tensor(g)
     if g.dim() != 2 or not 1 <= k <= len(g):
         raise ValueError(f"k = {k} of g {[*g.shape]}: g must be [M, parameters], and k in 1 .. M")
     score = largest_similarity(cosines(g))

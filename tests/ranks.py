@@ -33,10 +33,11 @@ CALLS = {
     entropy_weighting: SKEWED + "--sample 3",
     minimax_select: SKEWED + "--sample 3",
     convex_hull_select: SKEWED + "--sample 6 --no-compare",
-    fediir: TURNED + "--dataset mnist --model convnet --test-domain dark --clients 6 --participating 5 "
-    "--sample 3 --rounds 3",
+    fediir: TURNED + "--dataset mnist --model convnet --test-domain dark --clients 6 "
+    "--participating 5 --sample 3 --rounds 3",
     uefl: TURNED + "--model resblocks --partition domain --clients 4 --participating 3 --lr 0.003 "
-    "--gamma 0 --codebook-size 4 --dropout 0 --segments 1 --rounds 2 --later-rounds 1 --iterations 2",
+    "--gamma 0 --codebook-size 4 --dropout 0 --segments 1 --rounds 2 --later-rounds 1 "
+    "--iterations 2",
 }  # fmt: skip
 
 

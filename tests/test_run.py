@@ -44,7 +44,7 @@ import minimax_select
 import uefl
 from common import UserError, ranks
 from common.ranks import say_once
-from common.runner import flags, plots, runs
+from common.runner import compare, flags, plots, runs
 from common.splits import make_clients
 from common.train import ADVICE
 from results import report
@@ -171,6 +171,44 @@ def test_baselines_are_ordinary_runs_that_anybody_can_start_by_hand(start, metho
         assert outcome(baseline) == outcome(hand)
 
 
+def test_a_baseline_stops_with_its_method_and_keeps_its_schedule(start, monkeypatch):
+    """A method that stops early must not give its baseline another cosine over args.rounds."""
+    rounds, seen = entropy_weighting.federate, []
+
+    def federate(args, *given, **state):
+        seen.append(args.rounds)
+        early = 2 if args.weighting == "entropy" else None
+        return itertools.islice(rounds(args, *given, **state), early)
+
+    monkeypatch.setattr(entropy_weighting, "federate", federate)
+    folder = start(entropy_weighting, CUTS[entropy_weighting])
+    assert len(read_rows(folder)) == len(read_rows(folder.parent / "run-equal")) == 2
+    assert {*seen} == {4}
+
+
+def test_two_rows_of_one_name_are_refused(start, refused, monkeypatch):
+    run = compare.run
+
+    def named(args, federate, label, *others):
+        return run(args, federate, "Equal", *others)
+
+    monkeypatch.setattr(compare, "run", named)
+    refused(entropy_weighting, CUTS[entropy_weighting], "two rows have one name: Equal, equal")
+
+
+def test_a_picture_never_costs_the_table(start, launched, monkeypatch):
+    """It has a colour for each of nine rows, and room for what is negative."""
+    monkeypatch.setattr(plots, "curves", lambda *given: 1 / 0)
+    code, lines = launched(fedavg, CUTS[fedavg], start)
+    assert code == 0 and "curves.png cannot be drawn (ZeroDivisionError" in lines[-1]
+    assert "id_accuracy" in launched.out
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
+    of_labels = {str(i): (np.arange(3), np.full((1, 3), -float(i))) for i in range(9)}
+    plots.panels("x.png", [("code_loss", "mine", of_labels)], 2)
+    assert figures[0].axes[0].get_ylim()[0] == -8
+
+
 def test_a_run_that_was_stopped_in_its_baseline_goes_on_there(start, start_and_stop, capsys):
     folder = start(entropy_weighting, CUTS[entropy_weighting] + "--out whole").parent
     printed = capsys.readouterr().out.replace("whole", "cut")
@@ -264,6 +302,7 @@ KEEPS = {  # what somebody adds to federate() of FedAvg: before its loop, and in
     "momentum": ("v = 0 * w", "(v := 0.9 * v + alpha @ w_k)"),
     "an object": ("", "alpha @ w_k * (1 + 0.1 * KEEPS())"),
     "an attribute": ("", "alpha @ w_k + trainer.__dict__.setdefault('first', w)"),
+    "the learning rate": ("", "alpha @ w_k + 0 * (vars(trainer.local).update(lr=0.01 * t) or w)"),
     "the clients": ("", "alpha @ w_k * (clients.groups.append('') or len(clients.groups))"),
     "a function's own": ("", "alpha @ w_k * len(select.__dict__.setdefault('seen', []) + [t])"),
 }
@@ -749,6 +788,12 @@ def test_before_anything_is_written_a_signal_only_stops(start, launched, monkeyp
 
 
 # -------------------------------------------------------------------------------------------- flags
+
+
+def test_a_setting_that_no_flag_is_called_is_refused(monkeypatch):
+    monkeypatch.setitem(fedavg.SETTINGS, "glyphs", {"local_epoch": 2})
+    with pytest.raises(UserError, match="SETTINGS has local_epoch, which no flag is called"):
+        parsed(fedavg, "")
 
 
 def test_label_skew_does_not_inherit_the_rotations_of_silos():
