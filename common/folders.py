@@ -8,9 +8,7 @@ names train, test and val decide between three layouts, which docs/data.md shows
     DOMAIN/CLASS/*             no test set; a domain may also be a client with some of the classes
 """
 
-import os
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,7 +20,8 @@ from common.chance import random_at
 from common.ranks import say
 
 ENDINGS = ".jpg .jpeg .jfif .png .gif .webp .bmp .tif .tiff .ppm .pgm"
-FORMATS = ["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM"]
+FORMATS = ["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM"]  # Pillow's names of these
+SPLITS = {"train", "test"}, {"train", "val"}, {"train", "test", "val"}
 SHOWN = 20  # so many classes are listed
 
 
@@ -35,37 +34,38 @@ def image_folder(folder, image_size):
 
     Returns the fields of a Dataset but its name.
     """
-    images, left_out = find_images(folder)
-    depths = {len(image.relative_to(folder).parts) - 1: image for image in images}
-    if not {*depths} <= {1, 2} or len(depths) != 1:
-        where = ", ".join(f"{depth} deep ({depths[depth]})" for depth in sorted(depths))
-        raise UserError(
-            f"{folder} is not CLASS/*, train|test/CLASS/* or DOMAIN/CLASS/*, because its images "
-            f"lie {where or 'nowhere'} ({ENDINGS}): move them, or give a folder further in"
-        )
+    left_out = Counter()
+    images = find_images(folder, left_out)
     rows = [(*image.relative_to(folder).parts[:-1], image) for image in images]
-    tops = sorted({row[0] for row in rows})
-    parts = {*tops} & {"train", "test", "val"}
-    tests = "test" if "test" in parts else "val"
-    if 1 in depths and parts <= {"train"}:  # which may be a vehicle
+    depths = {len(row) - 1: row[-1] for row in rows}
+    if {*depths} not in ({1}, {2}):
+        shown = sorted(depths)[:3]  # a link to a folder above makes many
+        where = ", ".join(f"{depth} folders deep ({depths[depth]})" for depth in shown)
+        raise UserError(
+            f"{folder} is not CLASS/*, train|test/CLASS/* or DOMAIN/CLASS/*, because images lie "
+            f"{where}: move them, or give a folder further in"
+        )
+    tops = {row[0] for row in rows}
+    if 1 in depths and not tops & {"test", "val"}:  # train may be a vehicle
         rows = with_a_fifth_for_testing(rows)
-    elif parts:
-        if 1 in depths or "train" not in parts or tests not in parts or len(parts) < len(tops):
+    elif tops & {"train", "test", "val"}:
+        if 1 in depths or tops not in SPLITS:
             raise UserError(
-                f"{folder} holds {few(tops)}: give it train and test (or val) alone, with a folder "
-                "for each class inside, or other names"
+                f"{folder} holds {few(sorted(tops))}: a split has train/CLASS/* and test/CLASS/* "
+                "(or val), and no other folder, so complete it, or rename these folders"
             )
-        if {"test", "val"} <= parts:
-            left_out["val/"] = sum(row[0] == "val" for row in rows)
-        part_of = {"train": "train", tests: "test"}
+        part_of = {"train": "train", "test" if "test" in tops else "val": "test"}
+        left_out.update(f"{top}/" for top, *_ in rows if top not in part_of)
         rows = [(part_of[top], *row) for top, *row in rows if top in part_of]
     rows.sort(key=lambda row: (row[0] == "test", row))
     tops, labels, files = zip(*rows)
     classes, domains = sorted({*labels}), sorted({*tops} - {"train", "test"})
-    for c in [] if domains else classes:
-        for part in ("train", "test"):
-            if (part, c) not in {*zip(tops, labels)}:
-                raise UserError(f"{folder}: {c} has no {part}ing image: add one, or remove {c}")
+    for part in [] if domains else ["train", "test"]:
+        if lacking := {*classes} - {label for top, label, _ in rows if top == part}:
+            raise UserError(
+                f"{folder} has no {part}ing images of {few(sorted(lacking))}: add some, or remove "
+                "the class"
+            )
     train, test = torch.arange(len(rows)).tensor_split([len(rows) - tops.count("test")])
     found = [f"{len(train)} training and {len(test)} test images", listed("classes", labels)]
     found += [listed("domains", tops)] if domains else []
@@ -78,23 +78,26 @@ def image_folder(folder, image_size):
     }  # fmt: skip
 
 
-def find_images(folder):
-    """The images in a folder and in all folders inside it, sorted; and a Counter of what is none.
+def find_images(folder, left_out):
+    """The images in a folder and in all folders inside it. Counts in left_out what is none.
 
     That is files with another ending, and what is hidden. Raises UserError for a folder without
-    images or folders.
+    images.
     """
-    images, others = [], Counter()
-    for place, places, names in os.walk(folder, followlinks=True):
-        others.update(f"{name}/" for name in places if name.startswith("."))
-        places[:] = [name for name in places if not name.startswith(".")]  # where it walks on
-        files = [Path(place, name) for name in names]
-        mine = [f for f in files if f.suffix.lower() in ENDINGS.split() and f.name[0] != "."]
-        others.update(file.suffix or file.name for file in {*files} - {*mine})
-        if not places and not mine:
-            raise UserError(f"{place} holds no images ({ENDINGS}): add some, or remove it")
-        images += mine
-    return sorted(images), others
+    images = []
+    for path in sorted(folder.iterdir()):
+        kind = path.suffix or path.name
+        if path.name.startswith("."):
+            left_out[f"hidden {kind}"] += 1
+        elif path.is_dir():
+            images += find_images(path, left_out)
+        elif path.suffix.lower() in ENDINGS.split():
+            images.append(path)
+        else:
+            left_out[kind] += 1
+    if not images:
+        raise UserError(f"{folder} holds no images ({ENDINGS}): add some, or remove it")
+    return images
 
 
 def listed(what, names):
