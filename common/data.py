@@ -43,7 +43,7 @@ class Dataset:
     extra    positions of further test sets, by name
     source   the fingerprint before the rotation, which depends on a run's seed
 
-    Raises UserError if x or y has another type.
+    Raises UserError if x or y has another type or shape, or y a label that is no class.
     """
 
     name: str
@@ -61,9 +61,11 @@ class Dataset:
         x, y = self.x, self.y
         if x.dtype != torch.uint8 or x.dim() != 4:
             raise UserError(f"x is uint8 [N, channels, height, width], not {x.dtype} {[*x.shape]}")
-        labels = range(len(self.classes))
-        if y.dtype != torch.int64 or y.shape != x.shape[:1] or not {*y.tolist()} <= {*labels}:
-            raise UserError(f"y is int64 [N] in 0 .. {labels[-1]}, not {y.dtype} {[*y.shape]}")
+        if y.dtype != torch.int64 or y.shape != x.shape[:1]:
+            raise UserError(f"y is int64 [{len(x)}], not {y.dtype} {[*y.shape]}")
+        found, last = {*y.tolist()}, len(self.classes) - 1
+        if not found <= {*range(last + 1)}:
+            raise UserError(f"y is in 0 .. {last}, not in {min(found)} .. {max(found)}")
 
     def fingerprint(self):
         """A number that changes if a sample, a label, a domain or a name changes."""
@@ -86,7 +88,7 @@ def load(name, root="data", image_size=96):
     root, folder = Path(root), Path(name)
     jpegs, batches = root / "cifar10", root / "cifar-10-batches-py"  # its images, torchvision's
     if name in NAMES and folder.is_dir():
-        say(f"--dataset {name} is not the folder of that name, which would be ./{name}")
+        say(f"--dataset {name} is the name of a data set: for the folder here, write ./{name}")
     if name in OFFLINE:
         return Dataset(name, **OFFLINE[name]())
     if name not in PUBLIC:
