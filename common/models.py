@@ -75,7 +75,8 @@ def build(name, shape, classes, width=1.0, dropout=0.0, pretrained="", pooled=Tr
     Draws the weights from torch's global generator. Raises UserError if name, shape or weights do
     not fit together.
     """
-    if one_of(name, NAMES) in OWN and pretrained:
+    one_of(name, NAMES)
+    if name in OWN and pretrained:
         raise UserError(
             f"--pretrained: there are no ImageNet weights for {name}; choose a model of torchvision"
         )

@@ -27,7 +27,7 @@ class Clients:
     train, test    each client's training and test samples, int64 positions in the data set
     participating  M; these clients have the ids 0 .. M-1, so an id is also the row in a table
     per_round      K, how many of the participating clients a method selects per round
-    groups         each client's domain, if all its samples have the same, or ""
+    groups         each client's domain, in the partitions domain and silos, and else ""
     tests          test sets that belong to no client, by name. ood: the standard test set,
                    or the domain left out; rare: its samples of the rare classes, if there are any
     label_counts   how many training samples of each class a client holds, float32 [N, C]; whoever
@@ -223,7 +223,6 @@ def divide(data, pool, partition, clients, alpha, seed):
 
     Raises UserError if the clients are too many or too few.
     """
-    one_of(partition, PARTITIONS)
     rng, labels = random_at(seed, "split"), data.y[pool]
     if not clients and partition == "domain":
         clients = len(data.domain[pool].unique())
@@ -300,6 +299,7 @@ def make_clients(
     samples is drawn for it, but not where a test domain, or the clients' own samples with domain,
     serve for testing. Raises UserError if the numbers do not fit the data.
     """
+    one_of(partition, [*PARTITIONS, "silos"])
     needs_test = partition == "silos" or (test_domain is None and partition != "domain")
     if needs_test and not len(data.test):
         mixed = shuffled(data.train, random_at(seed, "ood"))
