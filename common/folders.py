@@ -45,11 +45,12 @@ def image_folder(folder, image_size):
             f"{folder} is not CLASS/*, train|test/CLASS/* or DOMAIN/CLASS/*, because images lie "
             f"{where}: move them, or give a folder further in"
         )
+    [depth] = depths
     tops = {row[0] for row in rows}
-    if 1 in depths and not tops & {"test", "val"}:  # train may be a vehicle
+    if depth == 1 and not tops & {"test", "val"}:  # train may be a vehicle
         rows = with_a_fifth_for_testing(rows)
     elif tops & {"train", "test", "val"}:
-        if 1 in depths or tops not in SPLITS:
+        if depth == 1 or tops not in SPLITS:
             raise UserError(
                 f"{folder} holds {few(sorted(tops))}: a split has train/CLASS/* and test/CLASS/* "
                 "(or val), and no other folder, so complete it, or rename these folders"
