@@ -100,7 +100,6 @@ def test_no_sample_has_two_owners_and_a_seed_gives_the_same_clients(partition, t
     clients, again, other = (make_clients(data, seed, partition, **flags) for seed in (5, 5, 6))
     held, ood = torch.cat(held_by(clients)), clients.tests.get("ood", data.test[:0])
     assert len(held.unique()) == len(held) and not torch.isin(held, ood).any()
-    assert min(map(len, held_by(clients))) >= 10
     pool, expected = data.train, data.test[: 0 if partition == "silos" else None]
     if test_domain:
         pool, expected = (torch.nonzero(data.domain == d).flatten() for d in (0, 1))
@@ -128,9 +127,16 @@ def test_the_participating_clients_come_first_and_are_those_of_the_draw(tiny, pa
     assert some.ids.tolist() == [0, 1]
 
 
-def test_by_default_4_in_10_clients_participate_or_those_of_all_domains(tiny):
-    for partition, n, m, k in (("iid", 1, 1, 1), ("shards", 10, 4, 2), ("domain", 6, 6, 2)):
-        found = make_clients(tiny, 0, partition, clients=n)
+def test_by_default_4_in_10_clients_participate_or_those_of_all_domains():
+    for n, partition, clients, m, k in (
+        (120, "iid", 1, 1, 1),
+        (120, "shards", 10, 4, 2),
+        (120, "domain", 6, 6, 2),
+        (10, "iid", None, 1, 1),  # the least that docs/data.md names
+        (209, "iid", None, 2, 2),
+        (210, "iid", None, 3, 2),  # and from where a selection has a choice
+    ):
+        found = make_clients(ten_classes(n), 0, partition, clients=clients)
         assert (found.participating, found.per_round) == (m, k)
 
 
@@ -138,26 +144,25 @@ def test_how_much_is_held_out(tiny, rng):
     train, test = hold_out([torch.arange(100), torch.arange(100, 102)], 0.2, rng)
     assert [len(t) for t in train + test] == [80, 1, 20, 1]
     assert all_once(train + test, torch.arange(102)) and torch.cat([train[0], test[0]]).max() == 99
-    assert len(make_clients(tiny, 0, "iid", clients=4, held_out=0.3).test[3]) == 9
+    for partition, share, n in (("iid", 0.3, 9), ("iid", None, 6), ("domain", None, 3)):
+        clients = make_clients(tiny, 0, partition, clients=4, held_out=share)
+        assert {len(samples) for samples in clients.test} == {n}  # of 30
 
 
 def test_a_silo_has_its_size_for_training_and_is_tested_on_its_own_domain(tiny):
     """Without a test set, a fifth of all samples is for testing."""
-    for data in (tiny, replace(tiny, test=tiny.test[:0])):
+    for data, least in ((tiny, 15), (replace(tiny, test=tiny.test[:0]), 5)):
         clients = make_clients(data, 0, "silos", silo_numbers=[2, 1], silo_size=20)
         assert clients.participating == clients.per_round == 3
         assert clients.groups == ["light", "light", "dark"]
         assert [len(samples) for samples in clients.train] == [20, 20, 20]
+        [tested_on] = {len(samples) for samples in clients.test}
+        assert tested_on >= least
         domains = [{*tiny.domain[samples].tolist()} for samples in held_by(clients)]
         assert domains == [{0}, {0}, {1}]
-        held = torch.cat(held_by(clients))
+        held, tested = torch.cat(held_by(clients)), torch.cat(clients.test)
         assert len(held.unique()) == len(held)
-        tested = torch.cat(clients.test)
-        if len(data.test):
-            assert torch.isin(tested, data.test).all()
-            assert [len(samples) for samples in clients.test] == [15, 15, 15]
-        else:
-            assert torch.isin(tested, data.train).all() and len(tested) > 10
+        assert torch.isin(tested, data.test if len(data.test) else data.train).all()
 
 
 def test_further_test_sets_are_left_out_where_clients_train_on_their_images(tiny):
@@ -177,8 +182,6 @@ def test_a_rare_class_is_held_by_one_client_that_holds_nothing_else(test_domain)
     for c in (7, 8, 9):
         assert [labels for labels in held if c in labels] == [{c}]
     assert held.count(set(range(7))) == 17
-    groups = ["a class of its own" if len(labels) == 1 else "more classes" for labels in held]
-    assert clients.groups == groups
     ood = clients.tests["ood"]
     assert clients.tests["rare"].tolist() == [i for i in ood.tolist() if data.y[i] >= 7]
 
@@ -190,7 +193,7 @@ def test_three_of_four_specialists_hold_one_class(n):
     counts = torch.stack([data.y[held].bincount(minlength=10) for held in held_by(clients)])
     is_alone = (counts > 0).sum(1) == 1
     shares = (counts[is_alone] > 0).sum(0)
-    assert is_alone.sum() == clients.groups.count("one class") == 3 * n // 4
+    assert is_alone.sum() == 3 * n // 4
     assert shares.max() - shares.min() <= 1  # every class has as many specialists as any other
     p, of_others = data.y[data.train].bincount() / len(data.train), counts[~is_alone].sum(0)
     expected = p * of_others.sum()
@@ -203,13 +206,14 @@ def test_domains_without_a_test_set_lend_a_fifth_for_ood(partition):
     data = ten_classes(n=700, n_test=0)
     clients = make_clients(data, 3, partition, clients=4)
     ood = clients.tests.get("ood", data.test)
-    assert len(ood) == 140 * (partition != "domain") and all_once(
-        [*held_by(clients), ood], data.train
-    )
+    assert len(ood) == (0 if partition == "domain" else 140)
+    assert all_once([*held_by(clients), ood], data.train)
 
 
-def test_a_client_with_too_little_to_train_or_to_test_on_is_refused(tiny):
+def test_what_does_not_fit_is_refused(tiny):
     """Mistakes in flags are in test_run.py."""
+    with pytest.raises(UserError, match=r"'silo' is none of dirichlet, .*, silos$"):
+        make_clients(tiny, 0, "silo")
     for few, test, held_out, says in (
         (7, tiny.test, None, "of few has 7 samples, and needs 10: .* take its folder away"),
         (30, tiny.test[:0], 0, "nothing to test on: raise --held-out"),
