@@ -15,7 +15,7 @@ from torchvision.transforms.functional import rotate
 
 from common import UserError
 from common.data import PUBLIC, load, rotated
-from common.folders import image_folder
+from common.folders import decode, image_folder
 from common.glyphs import AGREEMENT, glyphs
 
 # ---------------------------------------------------------------- drawn by the program
@@ -32,17 +32,20 @@ def test_a_colour_agrees_with_the_label_as_often_as_its_domain_says(monkeypatch)
     used = torch.isin(digits["y"], torch.tensor([0, 1, 7, 8]))
     shape = torch.isin(digits["y"][used], torch.tensor([1, 7]))
     half = digits["x"][used].double().view(-1, 14, 2, 14, 2).mean((2, 4)).floor()
-    assert torch.equal(data.x[: len(half)].amax(1).double(), half)  # the digit at half the size
+    n = len(half)  # the others are the neutral ones
+    assert torch.equal(data.x[:n].amax(1).double(), half)  # the digit at half the size
     red, green, blue = (data.x.amax((2, 3)) > 0).T
     assert not blue.any() and (red ^ green).all()  # one colour
-    wrong, agrees = data.y[: len(half)] != shape, green == data.y
+    wrong, agrees = data.y[:n] != shape, (green == data.y)[:n]
     for d, agreement in enumerate(AGREEMENT):
-        here = torch.nonzero(data.domain == d).flatten()
-        among_wrong = agrees[here][wrong[here]]
-        shares = agreement, agreement, 0.25
-        for drawn_so, p in zip((agrees[here], among_wrong, wrong[here]), shares):
-            error = abs(drawn_so.double().mean() - p)
-            assert error <= 4 * (p * (1 - p) / len(drawn_so)) ** 0.5
+        here = data.domain[:n] == d
+        for found, p in (
+            (agrees[here], agreement),
+            (agrees[here & wrong], agreement),
+            (wrong[here], 0.25),
+        ):
+            error = abs(found.double().mean() - p)
+            assert error <= 4 * (p * (1 - p) / len(found)) ** 0.5
     assert data.domain[data.train].max() == 1 and data.domain[data.test].min() == 2
     neutral = data.extra["neutral"]
     assert green[neutral].tolist() == [False] * len(data.test) + [True] * len(data.test)
@@ -71,9 +74,21 @@ def test_the_fingerprint_changes_with_one_pixel_one_label_or_one_domain(tiny):
     found = {tiny.fingerprint(), replace(tiny, classes=["a", "b", "x"]).fingerprint()}
     for part in ("x", "y", "domain", "train"):
         other = getattr(tiny, part).clone()
-        other[-1:].view(-1)[-1] += 1
+        other[-1:].view(-1)[-1] -= 1
         found.add(replace(tiny, **{part: other}).fingerprint())
     assert len(found) == 6  # each change gives another number
+
+
+def test_images_or_labels_of_another_type_are_refused(tiny):
+    for change, says in (
+        ({"x": tiny.x / 255}, "x is uint8 .*, not torch.float32 "),
+        ({"x": tiny.x[:, 0]}, r"x is uint8 .*, not torch.uint8 \[180, 8, 8\]"),
+        ({"y": tiny.y.int()}, r"y is int64 \[180\], not torch.int32"),
+        ({"y": tiny.y[:, None]}, r"y is int64 \[180\], not torch.int64 \[180, 1\]"),
+        ({"y": tiny.y + 1}, r"y is in 0 \.\. 2, not in 1 \.\. 3"),
+    ):
+        with pytest.raises(UserError, match=says):
+            replace(tiny, **change)
 
 
 # ---------------------------------------------------------------- folders of images
@@ -86,157 +101,121 @@ def pets(tmp_path):
 
 
 LAYOUTS = """
-cat, dog -> cat dog; ; 16 4; 16 training and 4 test images, 2 classes
-Training/cat, Training/dog, Testing/cat, Testing/dog -> cat dog; ; 20 20;
-train/cat, train/train, VALID/cat, VALID/train -> cat train; ; 20 20;
-train/a, train/b, val/a, val/b, test/a, test/b -> a b; ; 20 20; for validation are
-a/x, a/y, b/x, b/y, c/z -> x y z; a b c; 50 0; 3 classes that .* lacks .x, y, z
-a/x, a/y, b/x, b/y -> x y; a b; 40 0; 2 domains .a, b.$
-bus, retrain, train -> bus retrain train; ; 24 6;
-fastest, slow, -, +, with_mask -> + - fastest slow with_mask; ; 40 10;
-a/caf\u00e9, b/cafe\u0301, a/1, b/1 -> 1 caf\u00e9; a b; 40 0; b.$
-a/masked/with_mask_1.png, a/masked/with_mask_2.png, strain/masked -> masked; a strain; 12 0;
-cat, .git/x, @eaDir/x/y, cat/__MACOSX, dog, lost+found -> cat dog; ; 16 4;
-E.coli/1.png, E.coli/2.png, E.dog/1.png, E.dog/2.png -> E.coli E.dog; ; 2 2;
-"""  # folders -> classes; domains; numbers of training and test images; what is said
+cat, dog -> 16 training and 4 test images; classes (2): cat 10, dog 10
+bus, train -> 16 training and 4 test images; classes (2): bus 10, train 10
+train/a, train/b, val/a, val/b -> 20 training and 20 test images; classes (2): a 20, b 20
+train/a, test/a, val/a -> 10 training and 10 test images; classes (1): a 20; left out (1): val/ 10
+a/x, a/y, b/x -> 30 training and 0 test images; classes (2): x 20, y 10; domains (2): a 20, b 10
+Train/a, Test/a -> 20 training and 0 test images; classes (1): a 20; domains (2): Test 10, Train 10
+"""  # folders -> what is said
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.strip().splitlines())
-def test_a_layout_is_understood(tmp_path, capsys, layout):
-    folders, expected = layout.split(" -> ")
-    classes, domains, sizes, says = (text.strip() for text in expected.split(";"))
-    train, test = map(int, sizes.split())
-    data = load(str(sort_images(tmp_path / "pets", folders)), image_size=8)
-    assert (data.classes, data.domains) == (classes.split(), domains.split())
-    assert (len(data.train), len(data.test)) == (train, test)
-    assert torch.cat([data.train, data.test]).unique().tolist() == [*range(train + test)]
-    assert re.search(says, lines_of(capsys.readouterr().err)[-1 if "val" not in says else 0])
-    if data.domain is None:
-        tested = torch.bincount(data.y[data.test], minlength=len(data.classes))
-        assert len({*tested.tolist()}) == 1  # equally many of each class
+def test_what_is_understood_is_said(tmp_path, capsys, layout):
+    folders, says = layout.split(" -> ")
+    pets = sort_images(tmp_path / "pets", folders)
+    image_folder(pets, 8)
+    assert lines_of(capsys.readouterr().err) == [f"{pets}: {says}"]
 
 
-REFUSED = r"""
-empty/ -> pets/empty holds no images
-cat, dog, fox/ -> pets/fox holds no images
-0.png, 1.png -> 0 folders deep \(\S+pets\): .* give \S+ if pets is a class
-cover.png, cat, dog -> 0 folders deep \(\S+pets\) and 1 .*\)
-cat, dog, dog/small -> 1 folders deep .* and 2 folders deep
-kfold/a/cat, kfold/b/cat -> 3 folders deep .*, or .*pets/kfold if [ab] is a domain
-seg_train/seg_train/cat, seg_test/seg_test/cat -> give .*(seg_t\w+)/\1 if cat is a cl
-a/b/c/d/e/f/g/h -> too deep: give a folder further in
-kfold/cat, kfold/dog -> holds kfold: .* give .*pets/kfold
-train/cat, holdout/cat -> holds holdout, train: neither
-train_data, dev -> dev is no class
-input, target -> pets/input has the name
-train/cat, train/dog -> holds train: .* give .*pets/train
-test/cat, val/cat -> holds test, val: neither
-train/cat, test/cat, sketch/cat -> holds sketch, test, train: neither
-train/cat, test/cat, Testing/cat -> holds Testing, test, train: neither
-seg_train/cat, seg_test/cat -> holds seg_test, seg_train: neither
-train/cat, train/dog, test/cat -> dog has no training or no test image
-cat, dog/0.png -> dog has no training or no test image
-cat/train, cat/test, dog/train -> test is no class: sort its images as test/CLASS/
-train, test1 -> test1 is no class: sort its images as test1/CLASS/
-train2017, val2017 -> val2017 is no class
-TRAIN, VAL -> VAL is no class
-minitrain, minival -> minival is no class
-imagesTrain/cat, imagesTest/cat -> holds imagesTest, imagesTrain: neither
-cat/ROI_1.png, cat/ROI_1_mask.png -> ROI_1.png has the name
-trainA, testA, trainB, testB -> testA is no class
-trn/cat, trn/dog, tst/cat, tst/dog -> holds trn, tst: neither
-Original/cat, Augmented/cat -> holds Augmented, Original: neither .* give \S+Original, say
-train, Valid -> Valid is no class: sort its images as Valid/CLASS/
-cat/images, cat/masks -> cat/images has the name of an annotation
-cat, dog, Ground Truth -> pets/Ground Truth has the name
-PNGImages, PedMasks -> pets/PNGImages has the name
-images/cat, labels/cat -> pets/images has the name
-train/depth, train/rgb -> train/depth has the name
-imgs_train/a, masks_train/a -> masks_train has the name
-cat/x.png, cat/x_mask.png -> x_mask.png has the name
-cat/x.png, cat/x_superpixels.png -> x_superpixels.png has the name
-cat/x.png, cat/x_labelTrainIds.png -> x_labelTrainIds.png has the name
-cat, dog, trimaps -> pets/trimaps has the name
-cat/x.jpg, cat/x-GT.png -> x-GT.png has the name
-cat/img_1.jpg, cat/label_1.png -> label_1.png has the name
-cat/x.jpg, cat/xSegmentation.png -> xSegmentation.png has the name
-cat/x.jpg, cat/x.png, dog -> cat/x.jpg has the name
-cat/case_1.png, cat/case_1_mask_2.png -> case_1_mask_2.png has the name
-cat/a (1).png, cat/a (1)_mask_2.png -> mask_2.png has the name
-cat/x.jpg, cat/x_msk0.jpg -> x_msk0.jpg has the name
-cat/x.jpg, cat/x-150x150.jpg -> x-150x150.jpg has the name
+def test_pixels_labels_domains_and_parts_belong_together(pets, tmp_path):
+    def loaded(folder):
+        data = load(str(folder), image_size=8)
+        return data, data.x[:, 0, 0, 0], data.y
+
+    data, red, y = loaded(pets)
+    assert (data.classes, data.domains) == (["cat", "dog"], ["photo", "sketch"])
+    assert (red == 30 * y + 60 * data.domain).all()
+    data, red, y = loaded(sort_images(tmp_path / "x", "train/cat, train/dog, val/cat, val/dog"))
+    assert data.test.tolist() == [*range(20, 40)] and data.domain is None
+    assert (red == 30 * y + 60 * torch.isin(torch.arange(40), data.test)).all()
+    (pets / "photo/cat/0.png").unlink()
+    data, red, y = loaded(pets / "photo")
+    assert (red == 30 * y).all() and y[data.test].bincount().tolist() == [1, 2]  # of 9 and 10
+    again, *_ = loaded(pets / "photo")
+    assert data.fingerprint() == again.fingerprint()  # the fifth for testing is always the same
+
+
+REFUSED = """
+cat, fox/ -> pets/fox holds no images
+0.png, 1.png -> 0 folders deep .*png.: move them
+0.png, cat, dog -> 0 folders deep .*png., 1 folders deep
+cat, dog, dog/small -> 1 folders deep .*png., 2 folders deep
+seg/seg/cat, seg/seg/dog -> 3 folders deep .*png.: move them, or give a folder further in
+train, test -> holds test, train: a split has train/CLASS
+cat, val -> holds cat, val: a split has
+train/cat, train/dog -> holds train: a split has
+test/cat, val/cat -> holds test, val: a split has
+train/cat, valid/cat -> holds train, valid: a split has
+train/cat, test/cat, sketch/cat -> holds sketch, test, train: a split has
+train/cat, train/dog, test/cat -> no testing images of dog
+train/cat, test/cat, test/dog -> no training images of dog
+cat, dog/0.png, fox/0.png -> no training images of dog, fox: add some
 """
 
 
 @pytest.mark.parametrize("refused", REFUSED.strip().splitlines())
-def test_everything_else_is_refused(tmp_path, refused):
+def test_everything_else_is_refused_in_one_line(tmp_path, refused):
     folders, says = refused.split(" -> ")
-    with pytest.raises(UserError, match=says) as error:
+    with pytest.raises(UserError, match=f"^[^\n]*{says}[^\n]*$"):
         load(str(sort_images(tmp_path / "pets", folders)))
-    assert "\n" not in str(error.value)
 
 
-def test_pixels_labels_and_parts_belong_together(pets, tmp_path, capsys):
-    for name in ("notes.heic", "LICENSE"):
+def test_what_is_left_out_is_named(pets, capsys):
+    for name in (".DS_Store", "._0.png", "notes.heic", "LICENSE"):
         (pets / "photo/cat" / name).touch()
-    data = load(str(pets), image_size=8)
-    assert (data.x[:, 0, 0, 0] == 30 * data.y + 60 * data.domain).all()
-    assert "2 kinds of files left out (.heic, LICENSE)" in capsys.readouterr().err
-    split = sort_images(tmp_path / "split", "Train/cat, Train/dog, test/cat, test/dog")
-    data, is_test = load(str(split), image_size=8), torch.arange(40) > 19
-    assert (data.x[:, 0, 0, 0] == 30 * data.y + 60 * is_test).all() and data.domain is None
-    assert data.train.tolist() == [*range(20)] and data.test.tolist() == [*range(20, 40)]
-    one, again = (load(str(pets / "photo"), image_size=8) for _ in range(2))
-    assert one.fingerprint() == again.fingerprint()  # the fifth for testing is always the same
-    (split / "Train/cat/again.png").symlink_to(split / "test/cat/0.png")
-    image_folder(split, 8)
-    assert "1 images are as others" in capsys.readouterr().err
-    Image.new("RGB", (8, 8)).save(split / "Train/cat/0.webp")  # 0.png in another format
-    image_folder(split / "Train", 8)
-    assert "1 images are as others" in capsys.readouterr().err
+    sort_images(pets, ".ipynb_checkpoints/cat")
+    assert len(image_folder(pets, 8)["x"]) == 40
+    left_out = ".heic 1, LICENSE 1, hidden .DS_Store 1, hidden .ipynb_checkpoints 1, hidden .png 1"
+    assert f"left out (5): {left_out}\n" in capsys.readouterr().err
 
 
-def test_its_clients_train_in_two_processes(pets, tmp_path):
+def test_a_folder_with_the_name_of_a_data_set_is_another_one(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    sort_images(tmp_path / "glyphs", "cat, dog")
+    assert len(load("glyphs").classes) == 10
+    assert "for the folder here, write ./glyphs" in capsys.readouterr().err
+    assert load("./glyphs").classes == ["cat", "dog"]
+
+
+def test_the_pages_command_says_its_line_and_trains_in_two_processes(tmp_path):
     """The threads that decode images must have ended when the ranks are forked."""
-    words = "--model cnn --width 0.1 --image-size 8 --rounds 1 --partition iid --clients 2 "
-    words += "--sample 2 --participating 2 --local-epochs 1 --no-compare --processes 2 --dataset"
-    program = [sys.executable, ROOT / "fedavg.py", *words.split(), pets]
-    subprocess.run(program, cwd=tmp_path, check=True)
+    page = (ROOT / "docs/data.md").read_text()
+    [(file, words)] = re.findall(r"^python (\S+) (.*)", page, re.M)
+    [line] = re.findall(r"^pets: .*", page, re.M)
+    (sort_images(tmp_path / "pets", "cat, dog, masks") / "labels.csv").touch()
+    words += " --clients 2 --participating 2 --sample 2 --processes 2 --rounds 1 --no-compare"
+    program = [sys.executable, ROOT / file, *words.split()]
+    run = subprocess.run(program, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert line in lines_of(run.stderr)
 
 
-def test_a_link_is_what_it_leads_to(pets):
-    (pets / "photo/cat/again.png").symlink_to(pets / "sketch/dog/0.png")
-    (pets / "paint").symlink_to(pets / "photo")
-    assert image_folder(pets, 8)["x"][10, 0, 0, 0] == 90
-    assert image_folder(pets, 8)["domains"] == ["paint", "photo", "sketch"]
+# A black pixel of 16 bits for each of red, green and blue, which Pillow reads but does not write
+DEEP_PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000011002000000c0e78f9d"
+    "0000000b49444154789c636000030000070001b286acf40000000049454e44ae426082"
+)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse to make such a folder")
-def test_a_name_that_is_no_utf8_becomes_one_that_a_table_can_show(pets):
-    (pets / "photo/cat").rename(pets / "photo" / os.fsdecode(b"caf\xe9"))
-    assert image_folder(pets, 8)["classes"] == [r"caf\udce9", "cat", "dog"]
-
-
-def test_what_cannot_be_read_is_named(pets):
-    file = pets / "sketch/dog/x.tif"
-    Image.fromarray(np.zeros((50, 50, 3), np.uint8)).save(file)
-    for content in (b"no image", file.read_bytes()[:999]):
-        file.write_bytes(content)
-        with pytest.raises(UserError, match=r"1 images cannot be read: .* \S+dog/x\.tif \("):
-            image_folder(pets, 8)
-    for kind in ("uint16", "float32"):
-        Image.fromarray(np.arange(256).reshape(16, 16).astype(kind)).save(file)
-        with pytest.raises(UserError, match=r"x\.tif .*more than 8 bits per channel"):
-            image_folder(pets, 8)
-    Image.new("RGB", (9, 9)).save(file, save_all=True, append_images=[Image.new("RGB", (9, 9))])
-    with pytest.raises(UserError, match=r"x\.tif .*several pages"):
-        image_folder(pets, 8)
-    file.unlink()
-    os.mkfifo(file)  # opening it would wait for ever
-    with pytest.raises(UserError, match=r"x\.tif is no file"):
-        image_folder(pets, 8)
-    with pytest.raises(UserError, match="is no folder, and no data set"):
-        load(str(pets / "photo/cat/0.png"))
+def test_what_cannot_be_read_is_named(tmp_path):
+    small = Image.new("RGB", (9, 9))
+    small.save(tmp_path / "pages.tif", save_all=True, append_images=[small])
+    small.save(tmp_path / "postscript.jpg", "EPS")  # a program, which Pillow would run
+    small.save(tmp_path / "cut.bmp")
+    os.truncate(tmp_path / "cut.bmp", 99)
+    for kind in ("int32", "float32"):
+        Image.fromarray(np.zeros((9, 9), kind)).save(tmp_path / f"{kind}.tif")
+    (tmp_path / "deep.png").write_bytes(DEEP_PNG)
+    for name, why in {
+        "pages.tif": "several pages",
+        "postscript.jpg": "cannot identify",
+        "cut.bmp": "truncated",
+        "int32.tif": "more than 8 bits",
+        "float32.tif": "more than 8 bits",
+        "deep.png": "more than 8 bits",
+    }.items():
+        with pytest.raises(UserError, match=rf"1 images cannot be read: .*{name} \(.*{why}"):
+            decode([tmp_path / name], 8)
 
 
 def test_images_of_other_kinds_look_as_a_person_sees_them(pets):
