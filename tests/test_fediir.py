@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn as nn
@@ -5,6 +7,7 @@ import torch.nn.functional as F
 from helpers import gradient_of, logits_by_hand, sgd_by_hand
 
 import fediir
+from common import UserError
 from common.chance import random_at, sample
 from common.models import Classifier
 from common.train import get_weights, set_weights
@@ -48,6 +51,23 @@ def test_the_local_gradient_is_that_of_finite_differences(small):
         expected = (loss_at(theta + step) - loss_at(theta - step)).item() / 2e-5
         assert exact[i].item() == pytest.approx(expected, rel=1e-5, abs=1e-8)
     assert ((exact - plain).abs() > 1e-8).all()  # the penalty reaches every parameter
+
+
+@pytest.mark.parametrize("damage", ["dropout", "batch norm", "a shared layer"])
+def test_a_model_whose_lines_4_and_10_are_two_functions_is_refused(monkeypatch, damage):
+    def build(*given):
+        shared = nn.Linear(8, 8)
+        parts = [nn.Flatten(), nn.Linear(64, 8), shared, nn.Tanh()]
+        more = {"dropout": nn.Dropout(0.5), "batch norm": nn.BatchNorm1d(8)}.get(damage)
+        head = [shared] if damage == "a shared layer" else [nn.Identity()]
+        return Classifier(nn.Sequential(*parts, more or nn.Identity()), nn.Sequential(*head, last))
+
+    last, args = nn.Linear(8, 3), SimpleNamespace(model="mine")
+    monkeypatch.setattr(fediir.compare, "build_model", build)
+    with pytest.raises(UserError, match="--model mine has another gradient in training"):
+        fediir.build_model(args, (1, 8, 8), 3)
+    damage = "nothing"
+    assert fediir.build_model(args, (1, 8, 8), 3).classifier[1] is last
 
 
 def test_frozen_parameters_do_not_count_and_unused_ones_have_a_gradient_of_zero(small):

@@ -382,16 +382,17 @@ def test_processes_that_differ_after_the_last_round_are_refused(start, launched,
     assert code == 2 and re.search(f"the processes differ in their ({what}|clients)", line)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_importing_a_piece_leaves_the_importers_generators_alone(method):
-    """In a program of its own, as in a study whose seeds are set before the import."""
+def test_importing_a_piece_leaves_the_importers_generators_alone():
+    """In a program of its own, as in a study whose seeds are set before the imports."""
     program = f"""
-import random, numpy, torch
-random.seed(1); numpy.random.seed(1); torch.manual_seed(1)
-expected = random.random(), numpy.random.rand(), torch.rand(()).item()
-random.seed(1); numpy.random.seed(1); torch.manual_seed(1)
-import {method}
-assert (random.random(), numpy.random.rand(), torch.rand(()).item()) == expected
+import importlib, random, numpy, torch
+draw = lambda: (random.random(), numpy.random.rand(), torch.rand(()).item())
+for method in {METHODS}:
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+    expected = draw()
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+    importlib.import_module(method)
+    assert draw() == expected, method
 """
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 

@@ -31,7 +31,7 @@ def label_entropy(label_counts: Tensor) -> Tensor:
 
     Raises ValueError if a row is empty, or a number is negative or not finite.
     """
-    counts = label_counts.double()
+    counts = torch.as_tensor(label_counts).double()
     total = counts.sum(1, keepdim=True)
     if not ((counts >= 0) & (total > 0) & (total < torch.inf)).all():
         raise ValueError("label_counts must be finite and not negative, with no empty row")

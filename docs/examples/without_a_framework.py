@@ -25,7 +25,7 @@ def label_entropy(label_counts: Tensor) -> Tensor:
 
     Raises ValueError if a row is empty, or a number is negative or not finite.
     """
-    counts = label_counts.double()
+    counts = torch.as_tensor(label_counts).double()
     total = counts.sum(1, keepdim=True)
     if not ((counts >= 0) & (total > 0) & (total < torch.inf)).all():
         raise ValueError("label_counts must be finite and not negative, with no empty row")
@@ -87,6 +87,7 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
     Raises ValueError if g is not a matrix, if an update is zero or not finite, or if k is not in
     1 .. M.
     """
+    g = torch.as_tensor(g)
     if g.dim() != 2 or not 1 <= k <= len(g):
         raise ValueError(f"k = {k} of g {[*g.shape]}: g must be [M, parameters], and k in 1 .. M")
     score = largest_similarity(cosines(g))
@@ -141,6 +142,7 @@ def hull_vertices(g: Tensor, dim: int, scale: bool = False) -> Tensor:
     Raises ValueError if g is not a matrix, if an update is zero or not finite, or if dim is not in
     1 .. 8.
     """
+    g = torch.as_tensor(g)
     if g.dim() != 2 or not len(g) or not 1 <= dim <= 8:
         raise ValueError(f"g must be [clients, parameters], not {[*g.shape]}; dim 1 to 8: {dim}")
     return vertices_of(principal_components(g, dim, scale))
