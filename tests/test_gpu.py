@@ -1,7 +1,11 @@
 """These tests need a GPU: `pytest tests/test_gpu.py`. Among the other tests they are skipped."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from helpers import ROOT
 from ranks import CALLS
 
 from common.devices import set_up
@@ -41,6 +45,17 @@ def test_a_run_on_a_gpu(start, method):
     folder = start(method, f"{CALLS[method]} --no-compare --device cuda")
     assert (folder / "model.pt").exists()
     start(method, "--resume run --device cuda")
+
+
+def test_several_processes_share_a_gpu(tmp_path):
+    """In programs of their own, because a process that has used a GPU cannot fork."""
+    models = []
+    for n in (1, 3):
+        words = f"--rounds 2 --width 0.125 --no-compare --device cuda --processes {n} --out"
+        program = [sys.executable, "fedavg.py", *words.split(), tmp_path / str(n)]
+        subprocess.run(program, cwd=ROOT, check=True)
+        models.append((tmp_path / str(n) / "model.pt").read_bytes())
+    assert models[0] == models[1]
 
 
 def test_auto_takes_the_gpu_and_the_precision_of_its_hardware(full_precision):

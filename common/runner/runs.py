@@ -192,8 +192,7 @@ class Run:
         if not repeats:  # so the round before is not the last
             self._take_its_place()
         if time.monotonic() > self.save_at and self.t < self.total:
-            self.next = write_beside(self.checkpoint, {"state": self.state, "rows": self.rows})
-            self.save_at = time.monotonic() + SAVE_EVERY
+            self.save()
         if repeats:  # at once, so that each program gets on
             self._take_its_place()
 
@@ -211,6 +210,11 @@ class Run:
         else:  # it may be longer now, and is not finished
             (self.folder / "model.pt").unlink(missing_ok=True)
             self._write_whole("args.json", text)
+
+    def save(self):
+        """Writes the next checkpoint, beside the one to go on from."""
+        self.next = write_beside(self.checkpoint, {"state": self.state, "rows": self.rows})
+        self.save_at = time.monotonic() + SAVE_EVERY
 
     def _take_its_place(self):
         """The checkpoint that was written last becomes the one to go on from."""
