@@ -16,9 +16,10 @@ Algorithm 2's lines 5 to 7 and 9. p_i(y) is the share of label y, and M clients 
      5  w <- w - sum over the selected clients of alpha_i g_i, alpha_i divided by their sum (ours)
      6  the objective that this raises: the sum of alpha_i H_i  (13), over selected clients (ours)
 
-Not here: other authors' remedies for noisy clients, encrypted uploads of H_i, and the methods
-FedALRC and FedGAMMA of figures 8 and 9. docs/variations/ has the paper's remedies for noisy clients
-(figure 7), and docs/wu_versions.md says what else the paper leaves open.
+Not here: encrypted uploads of H_i, and the methods FedALRC and FedGAMMA of figures 8 and 9. Against
+noisy clients docs/variations/ has IV-A's own remedies (clients of extreme entropy leave; similarity
+in place of entropy) and the other authors' of figure 7 (trimmed mean, total variation).
+docs/wu_versions.md says what else the paper leaves open.
 
     python entropy_weighting.py
     python entropy_weighting.py --dataset cifar10

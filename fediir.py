@@ -1,11 +1,11 @@
 """FedIIR: clients align the gradients of their classifiers, so that the model works on new domains.
 
 Guo, Guo, Cao, Wu and Chang, Out-of-Distribution Generalization of Federated Learning via Implicit
-Invariant Relationships, ICML 2023. A model theta is a feature extractor followed by a classifier
-omega, and R_c, the risk of client c, is its mean loss. Each client adds a penalty to its loss: the
-squared distance between its gradient with respect to omega and g~. This is a moving average, over
-the rounds, of g, the mean of the selected clients' gradients. R_c is over all samples of client c
-in line 4, and over the mini-batch in line 10.
+Invariant Relationships, ICML 2023. A model theta is a feature extractor Phi (model.features)
+followed by a classifier omega, and R_c, the risk of client c, is its mean loss. Each client adds a
+penalty to its loss: the squared distance between its gradient with respect to omega and g~. This is
+a moving average, over the rounds, of g, the mean of the selected clients' gradients. R_c is over
+all samples of client c in line 4, and over the mini-batch in line 10.
 
     Algorithm 1, FedIIR, counting every line of its listing
      1  initialise theta^0
@@ -116,7 +116,7 @@ def client_update(model, batches, optimizer, global_gradient, gamma):
         loss = fediir_loss(model.encode, model.classifier, x, y, global_gradient, gamma)
         optimizer.zero_grad()
         loss.backward()  # line 10
-        optimizer.step()  # line 11: plain SGD; the authors' code has --momentum 0.9
+        optimizer.step()  # line 11: plain SGD, eta_l is --lr; the authors' code has --momentum 0.9
         losses.append(loss.detach())
     return torch.stack(losses).mean()
 
@@ -172,13 +172,13 @@ def build_model(args, shape, classes):
 
 
 # From table 3 and section 5.1, with 50 clients as in tables 8 to 11; `folder` is PACS. Table 3 is
-# the best of a grid with one client per domain, kept for 50 clients (remark 15): lr and gamma from
-# 1e-2 to 1e-4, batches of 32 and 64, v of 0.9, 0.95 and 0.99. Each round samples as many clients as
-# there are training domains, 5 for RotatedMNIST and 3 for PACS, which --sample changes. ID, the
-# paper's validation, is the accuracy on 10 % of each participating client's samples, all together.
-# The authors' code holds out 10 % of each domain before it deals the rest to clients, validates in
-# rounds 1, 11, ..., 91 and 100 (here --evaluate-every 10), and takes an unweighted mean over
-# domains. The paper runs --seed 0 1 2.
+# the best of a grid with one client per domain, kept for 50 clients (remark 15): lr and gamma
+# from 1e-2 to 1e-4, batches of 32 and 64, v of 0.9, 0.95 and 0.99. Each round samples as many
+# clients as there are training domains, 5 for RotatedMNIST and 3 for PACS, which --sample
+# changes. ID, the paper's validation, is the accuracy on 10 % of each participating client's
+# samples, all together. The authors' code holds out 10 % of each domain before it deals the rest
+# to clients, validates in rounds 1, 11, ..., 91 and 100 (--evaluate-every 10 gives 10, 20, ...,
+# 100), and takes an unweighted mean over domains. The paper runs --seed 0 1 2.
 #
 # The width, stride and norm of `convnet` come from the authors' code. ResNets have group norm, or
 # with --pretrained batch norm with fixed statistics, as there; the paper does not speak of

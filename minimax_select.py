@@ -15,11 +15,16 @@ smallest, since nobody else can stand in for them.
      7          g_t^i = w_t - w_t^i
      9      w_{t+1} = w_t - sum over I_t of alpha_i g_t^i
 
-Algorithm 1 is MinimaxSim. Its lines 2 to 5 compare the rows of the table, which are g_t^i there,
-and g_s^i in Algorithm 2: cosines. Lines 6 to 9 look up S*_i = max over j != i of cos(g^i, g^j):
-largest_similarity. Lines 10 to 16 take the clients with the smallest S*_i: minimax_clients. Line 3
-of Algorithm 2 is convex_hull_select.py; lines 8 and 10 only end a loop. What the paper leaves open
-stands beside the line in question, and the rest in docs/wu_versions.md.
+    Algorithm 1, MinimaxSim, whose g^i are the rows of the table
+        for each client i, and each j != i                        (its lines 2 to 6)
+            S_ij = cos(g^i, g^j) joins the set S_i
+        for each client i                                         (7 to 9)
+            S*_i = max of S_i joins the set S_max
+        while |I| <= K                                            (10 to 16)
+            the client with the smallest S*_i leaves S_max and joins I
+
+Line 3 of Algorithm 2 is convex_hull_select.py; lines 8 and 10 only end a loop. What the paper
+leaves open stands beside the line in question, and the rest in docs/wu_versions.md.
 
     python minimax_select.py
     python minimax_select.py --dataset cifar10
@@ -53,7 +58,7 @@ def inner_products(g: Tensor) -> Tensor:
 
 
 def cosines(g: Tensor) -> Tensor:
-    """Algorithm 1, lines 2 to 5: the cosines S_ij of the rows of g [M, P], float64 [M, M]."""
+    """The cosines S_ij of the rows of g [M, P], float64 [M, M] (Algorithm 1, lines 2 to 6)."""
     inner = inner_products(g)
     length = inner.diagonal().sqrt()
     inner = (inner + inner.T) / 2  # symmetric, so that ties are ties in spite of rounding
@@ -61,7 +66,7 @@ def cosines(g: Tensor) -> Tensor:
 
 
 def largest_similarity(similarity: Tensor) -> Tensor:
-    """S*_i = max over j != i of similarity [M, M]: [M] (Algorithm 1, lines 6 to 9)."""
+    """S*_i = max over j != i of similarity [M, M]: [M] (Algorithm 1, lines 7 to 9)."""
     itself = torch.eye(len(similarity), dtype=torch.bool, device=similarity.device)
     return similarity.masked_fill(itself, -torch.inf).amax(1)
 
@@ -73,7 +78,7 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
              pass weights, and leave out the statistics of batch norm, which would outweigh the rest
     largest  takes the largest S*_i instead, our reading of MaxSim ("most similar local gradients")
 
-    Algorithm 1, lines 6 to 16, differs in two ways. Its loop `while |I| <= K` ends with K + 1
+    Algorithm 1, lines 10 to 16, differs in two ways. Its loop `while |I| <= K` ends with K + 1
     clients. And it keeps the values S*_i as a set, in which two clients that share one, being each
     other's most similar one, count once. We follow equation 16. Ties go to the smaller index.
 

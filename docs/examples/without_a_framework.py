@@ -60,7 +60,7 @@ def inner_products(g: Tensor) -> Tensor:
 
 
 def cosines(g: Tensor) -> Tensor:
-    """Algorithm 1, lines 2 to 5: the cosines S_ij of the rows of g [M, P], float64 [M, M]."""
+    """The cosines S_ij of the rows of g [M, P], float64 [M, M] (Algorithm 1, lines 2 to 6)."""
     inner = inner_products(g)
     length = inner.diagonal().sqrt()
     inner = (inner + inner.T) / 2  # symmetric, so that ties are ties in spite of rounding
@@ -68,7 +68,7 @@ def cosines(g: Tensor) -> Tensor:
 
 
 def largest_similarity(similarity: Tensor) -> Tensor:
-    """S*_i = max over j != i of similarity [M, M]: [M] (Algorithm 1, lines 6 to 9)."""
+    """S*_i = max over j != i of similarity [M, M]: [M] (Algorithm 1, lines 7 to 9)."""
     itself = torch.eye(len(similarity), dtype=torch.bool, device=similarity.device)
     return similarity.masked_fill(itself, -torch.inf).amax(1)
 
@@ -80,7 +80,7 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
              pass weights, and leave out the statistics of batch norm, which would outweigh the rest
     largest  takes the largest S*_i instead, our reading of MaxSim ("most similar local gradients")
 
-    Algorithm 1, lines 6 to 16, differs in two ways. Its loop `while |I| <= K` ends with K + 1
+    Algorithm 1, lines 10 to 16, differs in two ways. Its loop `while |I| <= K` ends with K + 1
     clients. And it keeps the values S*_i as a set, in which two clients that share one, being each
     other's most similar one, count once. We follow equation 16. Ties go to the smaller index.
 
