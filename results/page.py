@@ -4,6 +4,7 @@ A `c` is a Comparison of tables.py.
 """
 
 import re
+from itertools import zip_longest
 
 import numpy as np
 from scipy.stats import ttest_1samp
@@ -29,28 +30,42 @@ def show_p(p):
     return f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
-def of_equal(c, measure=None):
+def of_equal(c):
     """p of the paper's effect, if the paper says how much its numbers scatter."""
-    known = c.paper_deviations.any() and len(c.common) > 1
-    return f", {show_p(c.welch(c.difference(measure)))}" if known else ""
+    known = c.paper and c.paper_deviations.any() and len(c.common) > 1
+    return f", {show_p(c.welch(c.difference()))}" if known else ""
 
 
-def difference(c, measure=None):
+def times(logs):
+    """A ratio from its logarithms [n], with its interval if there are several."""
+    mean, *ends = (f"{x:.2f}" for x in np.exp(interval(logs) if len(logs) > 1 else logs))
+    return f"{mean} ({' to '.join(ends)})" if ends else mean
+
+
+def difference(c):
     """Method minus baseline or, for a ratio, method divided by baseline, with its interval."""
-    if not c.is_ratio:
-        return with_interval(c.difference(measure), c.column)
-    mean, low, high = np.exp(interval(c.difference()))
-    return f"{mean:.2f} ({low:.2f} to {high:.2f})"
+    return times(c.difference()) if c.is_ratio else with_interval(c.difference(), c.column)
+
+
+def to_level(found):
+    """The method's number divided by the baseline's, and how many runs of each were never there.
+
+    found  [2, seeds], with nan for never
+    """
+    method, baseline = found[:, np.isfinite(found).all(0)]
+    never = "never {} and {} of {}".format(*np.isnan(found).sum(1), found.shape[1])
+    if not len(method):
+        return never
+    ratio = times(np.log(method / baseline))
+    return f"{ratio}; {never}" if np.isnan(found).any() else ratio
 
 
 def cells(c):
     """All that a table can say about a comparison: the header of a column -> text."""
     method, baseline = c.sides()
-    level = int(c.measure) if c.measure.isdigit() else c.level()
     seeds = "-".join(map(str, sorted({c.common[0], c.common[-1]})))
     paper = show(c.effect, c.column, "+") if c.paper else ""
-    there = difference(c, around(level)) if level else ""
-    at_level = f"{there}{of_equal(c, around(level))}, round {level}" if c.level() else ""
+    levels = ", ".join(show(mean, c.column) for mean in c.paper_means)
     p_of_zero = "" if c.p is None else f", p {show_p(c.p)}"
     found = {
         "method": pm(method, c.column),
@@ -58,15 +73,14 @@ def cells(c):
         "difference": difference(c) + (" times" if c.is_ratio else "") + p_of_zero,
         # README only says how many, and so does a row that takes all
         "seeds": seeds if c.seeds and c.page != "README" else f"{len(c.common)}",
-        "the paper, p of equal": paper + of_equal(c),
-        "ours at its level, p of equal": at_level,
+        "the paper, p of equal": f"{paper} ({levels}){of_equal(c)}" if c.paper else "",
         "the paper": paper or DASH,
-        "ours, when the baseline is as accurate as the paper's": there or DASH,
-        "ours, at the end": DASH if c.measure.isdigit() else difference(c),
         "accuracy": f"{method.mean():.1f}",
         "instead of": f"{baseline.mean():.1f}",
         "difference, by seed": ", ".join(f"{d:+.1f}" for d in c.difference()),
     }
+    texts = [to_level(numbers) for numbers in c.reached]
+    found |= zip_longest(["rounds, ratio", "samples, ratio"], texts, fillvalue=DASH)
     for t in (10, 20, 50, 100):  # mean, smallest and largest of the evaluations around these rounds
         v = c.values[0][..., around(t)(c.rounds)]
         text = f"{v.mean():.1f} ({v.min():.1f} to {v.max():.1f})"
@@ -77,24 +91,17 @@ def cells(c):
 def build(file, name, rows):
     """Writes a table into a page, below its line <!-- NAME --> and a header.
 
-    The header says which cells a row has after its label. A label that begins with ; continues the
-    row above.
+    The header says which cells a row has after its label.
     """
-    text = file.read_text()
+    text, table = file.read_text(), ""
     # Group 1 is the mark and the header, group 2 the columns after the label; old lines follow
     found = re.search(rf"(<!-- {name} -->\n\|.*? \| (.*) \|\n.*\n)(\|.*\n)*", text)
     if not found:
         raise UserError(f"{file} has no line <!-- {name} --> with the header of a table below")
-    lines = []
     for c in rows:
         of_c = cells(c)
         line = [c.label, *(of_c[column] for column in found[2].split(" | "))]
-        if c.label.startswith(";"):
-            label, by, seeds = lines.pop()
-            assert seeds == of_c["seeds"], f"{c.label} has other seeds than the row above"
-            line = [label + c.label, f"{by}; {of_c['difference']}", seeds]
-        lines.append(line)
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        table += f"| {' | '.join(line)} |\n"
     file.write_text(text[: found.end(1)] + table + text[found.end() :])
 
 
@@ -102,7 +109,7 @@ def picture(file, rows):
     """A panel for each comparison: both sides over the rounds, with a thin line for each seed.
 
     Its title says what is compared, of what, and the difference as in the table. Dotted is what the
-    paper reports, and the vertical line is the round in which the baseline is as accurate.
+    paper reports.
     """
     with plots.picture(file, 7.2, 1.45 * len(rows)) as figure:
         for axes, c in zip(figure.subplots(len(rows) // 2, 2).flat, rows, strict=True):
@@ -113,8 +120,6 @@ def picture(file, rows):
                 plots.mean_and_runs(axes, k, c.rounds, of_seeds, names[k])
                 if c.paper:
                     axes.axhline(c.paper_means[k], color=plots.COLOURS[k], ls=":", lw=1)
-            if level := c.level():
-                axes.axvline(level, color="0.5", lw=0.8)
             unit = "accuracy in percent" * in_percent(c.column)
             axes.set(title=title, xlabel="round", ylabel=unit)
             axes.legend(fontsize=8, frameon=True, framealpha=1, edgecolor="none")

@@ -18,6 +18,8 @@ from scipy import stats
 from common.runner.measures import in_percent
 
 RESULTS = Path(__file__).parent
+# These compare updates, so that before round 1 all participating clients train
+WITH_A_PASS = {"hull", "minimax", "maxsim", "interior"}
 
 
 def read_csv(file):
@@ -31,8 +33,7 @@ def read(*files):
     for file in files:
         for line in read_csv(file):
             if line["experiment"]:
-                run = []
-                runs.setdefault(line["experiment"], {})[int(line["seed"])] = run
+                run = runs.setdefault(line["experiment"], {}).setdefault(int(line["seed"]), [])
             run.append(line)
     return runs
 
@@ -68,26 +69,30 @@ def around(level, count=5):
     return lambda rounds: abs(rounds - level).argsort(kind="stable")[:count]
 
 
-def samples(run):
-    """The rounds of a run that say how many samples were trained on, and how many since the last.
+def samples(runs, run):
+    """round -> how many samples a run has trained on until then, in the rounds that say it.
 
-    Both are [n].
+    The pass before round 1 is included. All 40 clients train in it, so it counts as four rounds of
+    the experiment "random" in the same folder, in which ten of them are drawn.
     """
     columns = ["round", "clients", "selected_size"]
-    found = [[float(line[c]) for c in columns] for line in run if line["selected_size"]]
-    rounds, clients, sizes = np.array(found).T
-    return rounds, clients * sizes * np.diff(rounds, prepend=0)
+    found = [[float(line[c]) for c in columns] for line in run if line.get("selected_size")]
+    rounds, clients, sizes = np.array(found).reshape(-1, 3).T
+    trained = (clients * sizes * np.diff(rounds, prepend=0)).cumsum()
+    folder, _, selection = run[0]["experiment"].rpartition("/")
+    if selection in WITH_A_PASS:
+        of_random = samples(runs, runs[f"{folder}/random"][int(run[0]["seed"])])
+        trained += 4 * max(of_random.values()) / max(of_random)
+    return dict(zip(rounds, trained, strict=True))
 
 
-def equal_samples(run, other):
-    """The round in which `run` has trained on as many samples as `other` has at its end.
+def experiments(runs, names):
+    """The experiments of a side, each seed -> run. If it has several words, their seeds together.
 
-    All participating clients of `run` train before round 1. This counts as four rounds of `other`,
-    in which ten of the same 40 train at random.
+    names  one name; or one with a *, which stands for several; or several words
     """
-    (rounds, trained), (others, budget) = samples(run), samples(other)
-    so_far = 4 * budget.sum() / others[-1] + trained.cumsum()
-    return rounds[np.searchsorted(so_far, budget.sum())]
+    words = [[runs[name] for name in fnmatch.filter(runs, word)] for word in names.split()]
+    return [{seed: run for of in side for seed, run in of.items()} for side in zip(*words)]
 
 
 class Comparison(SimpleNamespace):
@@ -97,15 +102,17 @@ class Comparison(SimpleNamespace):
     family            whose p are corrected for their number, or ""
     label             of a row; in a picture "METHOD, not BASELINE: WHAT" or, as README has it,
                       "METHOD, over BASELINE (WHAT)"
-    method, baseline  experiments; a * stands for several, of which the mean counts
+    method, baseline  experiments, see experiments(); of several with a * the mean counts
     column            of the runs, see series(); or two, the method's and the baseline's
     seeds             "3-7", or "" for all that both have
     measure           "" for the last five evaluations, "last" for the last one, "all" for all of
                       them, "ratio" for the ratio of the means over all of them; "best" compares the
                       method's best one with the baseline's last five; "samples" compares
-                      the baseline's last five with the method's at equally many samples trained,
-                      see equal_samples(); a number: the five evaluations around this round
-    paper, paper_baseline  what the paper reports, as "42.9 ± 1.1"
+                      the baseline's last five with those of the method around the round in which
+                      it has trained on as many samples as the baseline at its end; a number: the
+                      five evaluations around this round
+    paper, paper_baseline  what the paper reports, as "42.9 ± 1.1"; the baseline's is the level for
+                      reach(), also in a row of which the paper reports nothing
     picture           the picture in results/ that shows it, or ""
 
     It finds self.values [method or baseline, seed, experiment, round], and other numbers. With the
@@ -114,8 +121,7 @@ class Comparison(SimpleNamespace):
 
     def __init__(self, runs, **line):
         super().__init__(**line)
-        patterns = (self.method, self.baseline)
-        sides = [[runs[name] for name in fnmatch.filter(runs, pattern)] for pattern in patterns]
+        sides = [experiments(runs, names) for names in (self.method, self.baseline)]
         low, high = map(int, (self.seeds or "0-999").split("-"))
         assert all(sides), f"comparisons.csv: there are no runs for {self.label}"
         self.common = sorted(set(range(low, high + 1)).intersection(*sides[0], *sides[1]))
@@ -139,36 +145,42 @@ class Comparison(SimpleNamespace):
             self.values[0] = self.values[0].max(-1, keepdims=True)
         if self.measure == "samples":
             for seed, of_seed in zip(self.common, self.values[0], strict=True):
-                t = equal_samples(*(side[0][seed] for side in sides))
+                trained, others = (samples(runs, side[0][seed]) for side in sides)
+                t = next(t for t, so_far in trained.items() if so_far >= max(others.values()))
                 of_seed[:] = of_seed[:, around(t)(self.rounds)].mean(-1, keepdims=True)
+        has_level = self.paper_baseline and len(self.rounds) > 1
+        self.reached = self.reach(runs, sides) if has_level else []
 
     def over_experiments(self, values):
         """The mean over the experiments: [2, seeds, experiments, ...] becomes [2, seeds, ...]."""
         return stats.gmean(values, axis=2) if self.is_ratio else values.mean(2)
 
-    def sides(self, measure=None):
-        """A measure of the method's and the baseline's runs [2, seeds]."""
-        counts = {"last": 1, "all": 10**9, "ratio": 10**9}
+    def sides(self):
+        """The measure of the method's and the baseline's runs [2, seeds]."""
+        count = {"last": 1, "all": 10**9, "ratio": 10**9}.get(self.measure, 5)
         at = int(self.measure) if self.measure.isdigit() else 10**9
-        measure = measure or around(at, counts.get(self.measure, 5))
-        return self.over_experiments(self.values[..., measure(self.rounds)].mean(-1))
+        return self.over_experiments(self.values[..., around(at, count)(self.rounds)].mean(-1))
 
-    def difference(self, measure=None):
+    def difference(self):
         """Method minus baseline, seed by seed [seeds]; for a ratio, the logarithm of it."""
-        method, baseline = self.sides(measure)
+        method, baseline = self.sides()
         return np.log(method / baseline) if self.is_ratio else method - baseline
 
-    def level(self):
-        """The first round around which the baseline's mean reaches what the paper's baseline has.
+    def reach(self, runs, sides):
+        """Rounds, and samples, until a run is as accurate as the paper's baseline at its end.
 
-        None if it never does, or if it is then beyond by 2 points, or 0.02 nats.
+        It is there at the first evaluation whose mean with the one before it is. Each is
+        [2, seeds], with nan for a run that is never there. Without samples, if nothing says them.
         """
-        better = -1 if self.column == "mE" else 1
-        for t in self.rounds:
-            beyond = better * (self.sides(around(t))[1].mean() - self.paper_means[1])
-            if beyond >= 0:
-                return t if beyond < (2 if in_percent(self.column) else 0.02) else None
-        return None
+        better = -1 if self.column == "mE" else 1  # uncertainty falls
+        curves = self.over_experiments(self.values) * better
+        there = (curves[..., 1:] + curves[..., :-1]) / 2 >= self.paper_means[1] * better
+        rounds = np.where(there.any(-1), self.rounds[1:][there.argmax(-1)], np.nan)
+        trained = [
+            [samples(runs, side[0][seed]).get(t, np.nan) for seed, t in zip(self.common, of_side)]
+            for side, of_side in zip(sides, rounds, strict=True)
+        ]
+        return [rounds, np.array(trained)][: 1 + np.isfinite(trained).any()]
 
     def welch(self, difference):
         """p of Welch's test: these differences [n] and the paper's have the same mean.
