@@ -245,7 +245,8 @@ def test_an_evaluation_by_hand(tiny, trainer):
     parts = [*tiny.test.split(3), zeros[:9], *silent]
     train = [tiny.train[: 10 + k] for k in range(32)]
     counts = torch.zeros(32, 4)
-    counts[:, 0], counts[1, -1] = 9, 1  # client 1 holds one of the last three classes
+    counts[:, 0], counts[:, -1] = 9, 1
+    counts[1, -1] = 10  # client 1 holds one of the last three classes, and others wrong labels
     trainer.clients = Clients(train, parts, 20, 2, [""] * 32, tests, counts)
     theta = torch.zeros_like(trainer.initial)
     theta[-2] = 5.0  # the bias of class 1; the logits of all samples are 0, 5, 0
