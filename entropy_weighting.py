@@ -69,7 +69,7 @@ def aggregation_weights(by: str, label_counts: Tensor) -> Tensor:
     return train.averaging_weights(by, label_counts.double().sum(1))  # n_i / n, or 1 / M
 
 
-def federate(args, clients, trainer, t=0, w=None, table=None):
+def federate(args, clients, trainer, t=0, w=None):
     """Section IV-A. Yields after each round the state to go on from, and what was measured."""
     label_counts = clients.label_counts[clients.ids]  # of the training labels, wrong ones included
     entropies = label_entropy(label_counts)  # line 1: in reality, each client computes its own
