@@ -1,6 +1,6 @@
 import pytest
 import torch
-from helpers import kept, outcome, prepared, read_rows
+from helpers import outcome, prepared, read_rows
 
 import uefl
 
@@ -17,24 +17,23 @@ def test_the_uncertainty_is_the_entropy_of_the_members_mean(start):
     def evaluated(members):
         return uefl.client_uncertainty(uefl.Ensemble(members), iter(batches), may_use)
 
-    e, perplexity, code_loss, confusion = evaluated(model.members)
+    e, confusion, perplexity, code_loss = evaluated(model.members)
     alone = [evaluated([member]) for member in model.members]
     x, y = (torch.cat(parts) for parts in zip(*batches))
     p = sum(member(x, may_use)[0].softmax(1) for member in model.members) / 3
     assert e.item() == pytest.approx(-(p * p.log()).sum(1).mean().item(), rel=1e-5)
-    assert perplexity.item() == pytest.approx(sum(a[1] for a in alone).item() / 3)
-    assert code_loss.item() == pytest.approx(sum(a[2] for a in alone).item() / 3)
+    assert perplexity.item() == pytest.approx(sum(a[2] for a in alone).item() / 3)
+    assert code_loss.item() == pytest.approx(sum(a[3] for a in alone).item() / 3)
     assert confusion.trace() == (p.argmax(1) == y).sum()
 
 
-def test_members_share_nothing_but_who_is_extended(start):
+def test_members_share_nothing_but_who_is_extended(finished):
     """Each ends the first iteration with the weights that it has alone, in a run of two rounds."""
     found = []
     for n in (1, 2):
-        words = f"{CUT} --iterations 1 --members {n} --out {n}"
-        model = prepared(uefl, words)[-1].model
-        uefl.train.set_weights(model, kept(start(uefl, words))["theta"])
-        found.append([uefl.train.get_weights(member) for member in model.members])
+        run = finished(uefl, f"{CUT} --iterations 1 --members {n} --out {n}")
+        uefl.train.set_weights(run.trainer.model, run.state["theta"])
+        found.append([uefl.train.get_weights(member) for member in run.trainer.model.members])
     (alone,), (same, other) = found
     assert torch.allclose(same, alone, atol=1e-6)
     assert not torch.allclose(same, other, atol=1e-2)
