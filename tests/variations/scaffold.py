@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import loss_and_gradient, outcome, sgd_by_hand
+from helpers import loss_and_gradient, sgd_by_hand
 
 import fedavg
 from common import UserError
@@ -34,12 +34,6 @@ def test_two_rounds_are_algorithm_1_by_hand(finished):
     assert torch.allclose(found["w"], w, atol=1e-5)
     assert torch.allclose(found["c"], c, atol=1e-4)
     assert torch.allclose(found["c_k"], torch.stack(c_k), atol=1e-4)
-
-
-def test_a_stopped_run_goes_on_with_its_control_variates(start, start_and_stop):
-    whole = start(fedavg, CUT + "--rounds 3")
-    start_and_stop(fedavg, CUT + "--rounds 3 --out cut", 3, "cut")
-    assert outcome(start(fedavg, "--resume cut")) == outcome(whole)
 
 
 @pytest.mark.parametrize("words", ["--optimizer adam", "--momentum 0.9"])
