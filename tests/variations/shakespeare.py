@@ -2,9 +2,10 @@ import json
 
 import pytest
 import torch
-from helpers import make_tiny
+from helpers import make_tiny, read_rows
 
 import common.data
+import minimax_select
 from common import UserError
 from common.chance import random_at
 from common.models import build
@@ -57,6 +58,13 @@ def test_each_speaker_is_a_client(tmp_path):
     for held, part in ((clients.train, data.train), (clients.test, data.test)):
         assert all(map(torch.equal, held, [part[data.domain[part] == s] for s in speakers]))
     assert torch.equal(clients.tests["ood"], data.test)
+
+
+def test_id_is_ood_if_all_roles_participate(start, monkeypatch, tmp_path):
+    monkeypatch.setattr(common.data, "load", lambda *args: play(tmp_path, 4)[0])
+    words = "--dataset shakespeare --small --participating 4 --width 0.1 --rounds 2 --no-compare"
+    for row in read_rows(start(minimax_select, words)):
+        assert row["id_accuracy"] == row["ood_accuracy"]
 
 
 def test_leafs_character_model_has_its_size_and_reads_the_last_character():
