@@ -1,11 +1,9 @@
-import pytest
 import torch
-from helpers import kept, largest_by_numpy, sgd_by_hand
+from helpers import largest_by_numpy, sgd_by_hand
 
 import convex_hull_select
 import minimax_select
-from common import splits
-from common.chance import random_at
+from common.chance import present, random_at
 
 CUT = "--model cnn --width 0.125 --local-epochs 1 --lr 0.1 --partition dirichlet --dirichlet 0.5 "
 CUT += "--clients 8 --participating 6 --rounds 5 --no-compare "
@@ -14,9 +12,9 @@ CUT += "--clients 8 --participating 6 --rounds 5 --no-compare "
 def test_somebody_stays_and_without_churn_everybody():
     """The probability to be away is checked below, by hand."""
     ids = torch.arange(5, 7)
-    assert splits.present(ids, 0.0, random_at(0, "churn")).tolist() == [5, 6]
+    assert present(ids, 0.0, random_at(0, "churn")).tolist() == [5, 6]
     for i in range(50):
-        here = splits.present(ids, 0.99, random_at(i, "churn"))
+        here = present(ids, 0.99, random_at(i, "churn"))
         assert len(here) and torch.isin(here, ids).all()
 
 
@@ -52,9 +50,3 @@ def test_the_hull_is_that_of_present_clients(finished):
     run = finished(convex_hull_select, CUT + "--churn 0.4 --hull-dim 1 --sample 6")
     for t, selected in enumerate(run.selected, 1):
         assert selected and {*selected} <= {*present_in(t, 0.4)}
-
-
-@pytest.mark.parametrize("method", [convex_hull_select, minimax_select])
-def test_a_client_that_never_came_costs_the_picture_alone(start, method):
-    folder = start(method, CUT + "--sample 1 --churn 0.9 --rounds 1")
-    assert not kept(folder)["table"].any(1).all() and (folder / "model.pt").exists()
