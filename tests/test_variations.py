@@ -1,16 +1,15 @@
-"""The variations: each diff in docs/variations/ applies to the code, and passes its checks there.
+"""The diffs: each applies to the code, where its page's commands run and its checks pass.
 
-The checks of docs/variations/NAME.diff are the tests in tests/variations/NAME.py. They run in a
-process of their own, on a patched copy of the code. Of the diffs in results/controls/, whose
-results are recorded, we only see that they apply.
+The checks of docs/variations/NAME.diff are the tests in tests/variations/NAME.py. All this is in a
+process of its own, on a patched copy of the code.
 """
 
-import compileall
 import importlib
 import io
 import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -23,68 +22,71 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parent.parent  # not from helpers, which imports the code before it is patched
 VARIATIONS, CONTROLS = ROOT / "docs/variations", ROOT / "results/controls"
-NAMES = sorted(diff.stem for diff in VARIATIONS.glob("*.diff"))
-TEXT = (VARIATIONS / "README.md").read_text()
-SECTIONS = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S))
+DIFFS = {diff.stem: diff for place in (VARIATIONS, CONTROLS) for diff in place.glob("*.diff")}
+TEXT = "".join((place / "README.md").read_text() for place in (VARIATIONS, CONTROLS))
+SECTIONS = dict(re.findall(r"^## (\S+)\n(.*?)(?=^#|\Z)", TEXT, re.M | re.S))
 LIBRARIES = ["torch", "torchvision", "scipy.cluster.vq", "scipy.spatial", "scipy.stats", "pytest"]
 fresh = multiprocessing.get_context("forkserver")  # imports the slow libraries only once
 fresh.set_forkserver_preload([*LIBRARIES, "matplotlib.backends.backend_agg"])
 
 
-def apply(diff, tree):
-    """Applies the diff to a copy of the code in this folder: git's complaint, or ""."""
-    shutil.copytree(ROOT / "common", tree / "common", ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ROOT.glob("*.py"):
-        shutil.copy(file, tree)
+def copy_to(tree):
+    left_out = shutil.ignore_patterns(".*", "runs", "data", "__pycache__")
+    shutil.copytree(ROOT, tree, ignore=left_out, dirs_exist_ok=True)
+
+
+def apply(name, tree):
+    """Applies this diff to a copy of the code in this folder."""
+    copy_to(tree)
     alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}  # this is no repository
-    command = ["git", "apply", diff]
-    return subprocess.run(command, cwd=tree, env=alone, capture_output=True, text=True).stderr
+    subprocess.run(["git", "apply", DIFFS[name]], cwd=tree, env=alone, check=True)
 
 
 def check(name, tree):
-    """In a new process: what went wrong with README's commands or with the checks, or ""."""
-    if complaint := apply(VARIATIONS / f"{name}.diff", tree):
-        return f"docs/variations/{name}.diff no longer applies: {complaint}"
-    (tree / "tests/variations").mkdir(parents=True)
-    tests = [ROOT / f"tests/{file}.py" for file in ("conftest", "helpers", f"variations/{name}")]
-    for file in [ROOT / "pytest.ini", *tests]:
-        shutil.copy(file, tree / file.relative_to(ROOT))
+    """In a new process: runs the commands, for two rounds. Says what fails in the checks, or ""."""
     os.chdir(tree)
     sys.path.insert(0, str(tree))
     Figure.savefig = lambda self, file, **options: Path(file).touch()  # pictures take half the time
+    compare = importlib.import_module("common.runner.compare")
+    run, short = compare.run, dict(rounds=2, later_rounds=1, local_steps=1, local_epochs=None)
+    short |= dict(width=0.1, silo_size=100, seeds=[0], compare=False, device="cpu")
+
+    def run_briefly(args, *rest):
+        if args.dataset != "shakespeare":  # which its checks replace
+            name = args.dataset if args.dataset == "colours" else "glyphs"
+            run(compare.changed(args, dataset=name, **short), *rest)
+
+    for new, old in re.findall(r"    patch -o (\S+) (\S+) ", SECTIONS[name]):
+        subprocess.run(["patch", "-o", new, ROOT / old, DIFFS[name]], check=True)
+        assert Path(new).read_text() == Path(old).read_text()
     with redirect_stdout(io.StringIO()) as report:
-        for method, words in re.findall(r"python (\w+)\.py(.*)", SECTIONS[name]):
-            module = importlib.import_module(method)
-            with patch.object(module.compare, "run") as run:
-                module.main(words.split())
-                run.assert_called_once()
-        code = pytest.main([f"tests/variations/{name}.py", "-q", "-p", "no:cacheprovider"])
+        with patch.object(compare, "run", run_briefly):
+            for method, words in re.findall(r"    python (\w+)\.py(.*)", SECTIONS[name]):
+                runpy.run_path(str(tree / f"{method}.py"))["main"](words.split())
+        checks = f"tests/variations/{name}.py"
+        code = Path(checks).exists() and pytest.main([checks, "-q", "-p", "no:cacheprovider"])
     return report.getvalue() if code else ""
 
 
-@pytest.fixture(scope="module")
-def checks(tmp_path_factory):
-    """What check() returns, by name. Two variations are checked at a time."""
-    with fresh.Pool(2, maxtasksperchild=1) as pool:
-        yield {
-            name: pool.apply_async(check, (name, tmp_path_factory.mktemp(name))) for name in NAMES
-        }
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_variation_applies_and_passes_its_checks(checks, name):
-    wrong = checks[name].get()
+@pytest.mark.parametrize("name", sorted(DIFFS))
+def test_a_diff_applies_and_does_what_its_page_says(name, tmp_path):
+    apply(name, tmp_path)
+    with fresh.Pool(1) as process:
+        wrong = process.apply(check, (name, tmp_path))
     assert not wrong, wrong
 
 
-def test_each_variation_has_its_paragraph_and_its_checks():
+def test_each_diff_has_its_paragraph_and_each_variation_its_checks():
     checks = {file.stem for file in (ROOT / "tests/variations").glob("*.py")}
-    assert set(SECTIONS) == set(NAMES) == checks
+    assert {*SECTIONS} == {*DIFFS} and checks == {diff.stem for diff in VARIATIONS.glob("*.diff")}
     assert all("    python " in text for text in SECTIONS.values())  # the command that uses it
 
 
-@pytest.mark.parametrize("diff", sorted(CONTROLS.glob("*.diff")), ids=lambda diff: diff.stem)
-def test_a_control_applies_and_has_its_paragraph(diff, tmp_path):
-    assert not apply(diff, tmp_path)
-    assert compileall.compile_dir(tmp_path, quiet=1)
-    assert f"## {diff.stem}\n" in (CONTROLS / "README.md").read_text()
+def test_fedprox_is_compared_with_fedavg_in_one_table(tmp_path):
+    """By the page's first four commands, with one step of one round."""
+    copy_to(tmp_path)
+    for command in re.findall(r"^    (.*)", SECTIONS["fedprox"], re.M)[:4]:
+        short = command.replace("0 1 2", "0 1 --rounds 1 --local-steps 1")
+        short = short.replace("python ", f"{sys.executable} ")
+        run = subprocess.run(short, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert re.findall(r"^(\w+) +0 1 ", run.stdout, re.M) == ["fedprox", "fedavg"]
