@@ -8,11 +8,11 @@ import fedavg
 from common import UserError
 
 CUT = "--model cnn --width 0.125 --batch-size 16 --lr 0.1 --partition dirichlet --dirichlet 0.5 "
-CUT += "--clients 5 --participating 4 --sample 2 --weighting size --local-epochs 2 --no-compare "
+CUT += "--clients 5 --participating 4 --sample 2 --weighting size --rounds 2 --no-compare "
 
 
 def test_two_rounds_are_algorithm_1_by_hand(finished):
-    run = finished(fedavg, CUT + "--rounds 2")
+    run = finished(fedavg, CUT + "--local-epochs 2 --lr-decay 0.5")
     w, samples, found = run.trainer.initial, run.clients.train, run.state
     c, c_k, steps = 0 * w, [0 * w] * 4, [0] * 4
 
@@ -22,10 +22,10 @@ def test_two_rounds_are_algorithm_1_by_hand(finished):
         return loss, gradient - c_k[k] + c
 
     for t, selected in enumerate(run.selected, 1):
-        ends, change, steps = {}, {}, [0] * 4
+        ends, change, steps, run.args.lr = {}, {}, [0] * 4, 0.1 / t
         for k in selected:
             ends[k], _ = sgd_by_hand(run, w, t, k, corrected)
-            change[k] = (w - ends[k]) / (steps[k] * 0.1) - c
+            change[k] = (w - ends[k]) / (steps[k] * run.args.lr) - c
         n = sum(len(samples[k]) for k in selected)
         w = sum(len(samples[k]) / n * ends[k] for k in selected)
         c = c + sum(change.values()) / 4
@@ -34,6 +34,14 @@ def test_two_rounds_are_algorithm_1_by_hand(finished):
     assert torch.allclose(found["w"], w, atol=1e-5)
     assert torch.allclose(found["c"], c, atol=1e-4)
     assert torch.allclose(found["c_k"], torch.stack(c_k), atol=1e-4)
+
+
+def test_a_client_with_as_many_steps_as_batches_moves_as_in_an_epoch(finished):
+    """Each has 19 training samples, so two batches."""
+    iid = CUT.replace("dirichlet --dirichlet 0.5", "iid")
+    of_epoch = finished(fedavg, iid + "--local-epochs 1 --out epoch").state
+    of_steps = finished(fedavg, iid + "--local-steps 2 --out steps").state
+    assert all(torch.equal(of_epoch[name], of_steps[name]) for name in ("w", "c", "c_k"))
 
 
 @pytest.mark.parametrize("words", ["--optimizer adam", "--momentum 0.9"])
