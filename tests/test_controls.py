@@ -1,6 +1,7 @@
 """The controls that change the data or FedAvg: each diff does what its paragraph says."""
 
 import runpy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,7 @@ from test_variations import apply
 import fedavg
 from common.chance import random_at, shuffled
 from common.glyphs import coloured
-from common.splits import Clients
-from common.train import LocalTraining, local_solver, set_weights
+from common.train import local_solver, set_weights
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_client_that_is_not_reset_goes_on_from_the_one_before(patched, trainer
 
 def test_the_momentum_of_one_optimizer_goes_to_the_next_client(patched, trainer, tiny):
     """By hand, for one step each: the second client's has 0.9 times the first's in it."""
-    local = LocalTraining(epochs=1, batch_size=40, lr=0.1, momentum=0.9)
+    local = replace(trainer.local, epochs=1, batch_size=40, momentum=0.9)
     steps = []
     for kind in (patched("one-optimizer", "common/train.py")["Trainer"], type(trainer)):
         of = kind(tiny, trainer.clients, trainer.model, local=local)
@@ -101,13 +101,13 @@ def test_the_momentum_of_one_optimizer_goes_to_the_next_client(patched, trainer,
 
 def test_dirichlet_over_clients_gives_equal_sizes(patched):
     dirichlet = patched("dirichlet-over-clients", "common/splits.py")["dirichlet"]
-    labels = torch.arange(1000) % 10
-    for alpha, most in ((1e-3, 100), (1e6, 25)):
+    labels, most = torch.arange(1000) % 10, {}
+    for alpha in (1e-3, 1e6):
         parts = dirichlet(labels, 10, alpha, random_at(0, "test"))
         assert [len(samples) for samples in parts] == [100] * 10
         assert torch.equal(torch.cat(parts).sort().values, torch.arange(1000))
-        of_first = labels[parts[0]].bincount(minlength=10)
-        assert of_first.max() == 100 if alpha < 1 else of_first.max() < most
+        most[alpha] = labels[parts[0]].bincount().max()  # of one class
+    assert most[1e-3] == 100 and most[1e6] < 25
 
 
 def test_with_test_images_in_the_pool_clients_hold_all_images(patched, tiny):
@@ -131,15 +131,14 @@ def test_own_models_are_tested_before_averaging(patched):
     assert row["id_selected"] == pytest.approx(sum(right) / len(right))
 
 
-def test_batch_norm_is_tested_in_four_ways(patched, tiny):
+def test_batch_norm_is_tested_in_four_ways(patched, trainer, tiny):
     """By hand, for batches of 15 images of one class."""
     by_class = [tiny.test[tiny.y[tiny.test] == c][:15] for c in range(3)]
     ood = torch.cat(by_class)
-    nothing = [tiny.test[:0]] * 3
-    clients = Clients([*tiny.train.split(40)], nothing, 3, 2, [""] * 3, {"ood": ood})
+    clients = replace(trainer.clients, test=[tiny.test[:0]] * 3, tests={"ood": ood})
     model = patched("batch-norm", "common/models.py")["build"]("cnn", (1, 8, 8), 3, width=0.125)
-    local = LocalTraining(epochs=1, batch_size=10, lr=0.05)
-    trainer = patched("batch-norm", "common/train.py")["Trainer"](tiny, clients, model, local=local)
+    kind = patched("batch-norm", "common/train.py")["Trainer"]
+    trainer = kind(tiny, clients, model, local=trainer.local)
     trainer.chunk = 15
     thetas, losses = trainer.train(local_solver, trainer.initial, clients.ids, 1)
     theta = thetas.mean(0)
