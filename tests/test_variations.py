@@ -25,9 +25,9 @@ VARIATIONS, CONTROLS = ROOT / "docs/variations", ROOT / "results/controls"
 DIFFS = {diff.stem: diff for place in (VARIATIONS, CONTROLS) for diff in place.glob("*.diff")}
 TEXT = "".join((place / "README.md").read_text() for place in (VARIATIONS, CONTROLS))
 SECTIONS = dict(re.findall(r"^## (\S+)\n(.*?)(?=^#|\Z)", TEXT, re.M | re.S))
-LIBRARIES = ["torch", "torchvision", "scipy.cluster.vq", "scipy.spatial", "scipy.stats", "pytest"]
-fresh = multiprocessing.get_context("forkserver")  # imports the slow libraries only once
-fresh.set_forkserver_preload([*LIBRARIES, "matplotlib.backends.backend_agg"])
+SLOW = ["torch", "torchvision", "scipy.stats", "matplotlib.backends.backend_agg", "pytest"]
+fresh = multiprocessing.get_context("forkserver")
+fresh.set_forkserver_preload(SLOW)  # imports these only once
 
 
 def copy_to(tree):
