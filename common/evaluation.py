@@ -18,22 +18,23 @@ def evaluate(trainer, theta, t, selected, losses):
 
     A round that is not due has only their mean loss and the costs.
     """
-    clients, m = trainer.clients, trainer.clients.participating
+    clients = trainer.clients
+    m = clients.participating
     row = {"selected": selected, "train_loss": losses.mean(), **trainer.cost()}
     if not trainer.is_due(t):
         return row
-    held = clients.test if any(map(len, clients.test)) else []  # none with --held-out 0
-    known = answers(trainer, theta, [*held[:m], *clients.tests.values()])
-    of_clients, of_tests = known[: len(held[:m])], known[len(held[:m]) :]
-    if held:
-        counts = right_of([*of_clients, *answers(trainer, theta, held[m:])])
+    found = answers(trainer, theta, [*clients.test[:m], *clients.tests.values()])
+    of_clients = found[:m]
+    of_tests = dict(zip(clients.tests, found[m:]))
+    if any(map(len, clients.test)):  # not with --held-out 0
+        of_silent = answers(trainer, theta, clients.test[m:])
+        counts = right_of(of_clients + of_silent)
         row |= by_client(counts, m)
         row["id_selected"] = share(counts[selected])
-    for name, test in zip(clients.tests, of_tests):
+    for name, test in of_tests.items():
         row[f"{name}_accuracy"] = share(right_of([test]))
-    # The first test set is "ood" if there is one
-    labels, predicted = of_tests[0] if "ood" in clients.tests else map(torch.cat, zip(*of_clients))
-    row["confusion"] = confusion(labels, predicted, trainer.classes)
+    in_confusion = [of_tests["ood"]] if "ood" in of_tests else of_clients
+    row["confusion"] = sum(confusion(*part, trainer.classes) for part in in_confusion)
     row["selected_size"] = clients.sizes[selected].mean()
     if "rare" in clients.tests:
         holds_rare = clients.label_counts[selected, -RARE:].sum(1) > 0
@@ -48,18 +49,20 @@ def evaluate_silos(trainer, theta, t, measure, e, may_use, seen, args):
     e        the clients' uncertainties [K]
     may_use  the codewords that each may use, bool [K, V]
     seen     what of_words() says of each client
+    args     the flags; a silo is turned if its angle is not the first of --rotate
 
     Whoever never trains has no codewords of its own, and may use all.
     """
-    clients, m, codewords = trainer.clients, len(e), may_use.sum(1)
-    answers, perplexities, code_losses = seen
+    clients, m = trainer.clients, len(e)
+    codewords = may_use.sum(1)
+    confusions, perplexities, code_losses = seen
     row = {"uncertainties": e, "mE": e.mean(), "codewords": codewords}
-    row["confusion"] = answers.sum(0)
+    row["confusion"] = confusions.sum(0)
     silent = torch.arange(m, len(clients.test))
     if len(silent):
         _, of_silent, *_ = trainer.map(measure, theta, silent, clients.test, t)
-        answers = torch.cat([answers, of_silent])
-    row |= by_client(right_in(answers), m)
+        confusions = torch.cat([confusions, of_silent])
+    row |= by_client(right_in(confusions), m)
     for name, samples in clients.tests.items():
         pieces = samples.split(1000)  # for several processes
         _, of_test, *_ = trainer.map(measure, theta, torch.arange(len(pieces)), pieces, t)
@@ -69,12 +72,12 @@ def evaluate_silos(trainer, theta, t, measure, e, may_use, seen, args):
     row["mA"] = row["accuracies"].mean()
     if args.codebook_size:
         row |= {"mP": perplexities.mean(), "code_loss": code_losses.mean()}
-    turned = []
-    if args.rotate:  # the silos whose angle is not the first of --rotate
-        turned = [k for k in range(m) if clients.groups[k] != f"{args.rotate[0]:g}"]
-    if turned:
-        row["turned_accuracy"] = row["accuracies"][turned].mean()
-        row["turned_extended"] = (codewords[turned] > args.codebook_size).float().mean()
+    if args.rotate:
+        first = f"{args.rotate[0]:g}"
+        turned = [k for k in range(m) if clients.groups[k] != first]
+        if turned:
+            row["turned_accuracy"] = row["accuracies"][turned].mean()
+            row["turned_extended"] = (codewords[turned] > args.codebook_size).float().mean()
     return row
 
 
@@ -109,8 +112,8 @@ def right_of(answers):
 
 def right_in(confusions):
     """The same from confusions [parts, C, C]."""
-    right, of_all = confusions.diagonal(dim1=1, dim2=2).sum(1), confusions.sum((1, 2))
-    return torch.stack([right, of_all], 1)
+    right = confusions.diagonal(dim1=1, dim2=2).sum(1)
+    return torch.stack([right, confusions.sum((1, 2))], 1)
 
 
 def share(counts):

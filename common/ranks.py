@@ -157,12 +157,12 @@ def barrier():
     exchange(None)
 
 
-def agree(facts, when, advice):
+def agree(facts, advice):
     """Raises UserError if the ranks differ in these facts, so that they would not fit together."""
     others = exchange(facts)
     names = [name for name in facts if any(other.get(name) != facts[name] for other in others)]
     if names:
-        raise UserError(f"{when}the processes differ in their {' and '.join(names)}: {advice}")
+        raise UserError(f"the processes differ in their {' and '.join(names)}: {advice}")
 
 
 def say(text):
@@ -180,7 +180,8 @@ def share_out(sizes):
     The largest piece goes first, and each goes to the rank with the least work, or the first of
     those with equal work.
     """
-    load, mine = [0] * COUNT, []
+    load = [0] * COUNT
+    mine = []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         rank = load.index(min(load))
         load[rank] += sizes[i]

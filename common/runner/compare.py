@@ -111,7 +111,7 @@ def run(args, federate, label, baselines, example, build=build_model):
     if args.test_domain == "all":
         domains = data_of(args.seeds[0]).domains or domains
     plans = plans_of(sides, args.seeds, domains)
-    ranks.agree({"seeds": args.seeds}, "", "start all alike")
+    ranks.agree({"seeds": args.seeds}, "start all alike")
     for method, *_ in plans[: len(domains)]:  # finds mistakes before anything is written
         clients, _ = assemble(method, data_of(method.seed), build)
         held = clients.label_counts[: clients.participating].sum(0)

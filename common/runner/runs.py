@@ -79,7 +79,7 @@ class Run:
         if not self.is_new:
             self._take_up(device)
         facts = {flag: value for flag, value in vars(args).items() if flag not in OF_A_MACHINE}
-        ranks.agree({**facts, "data": fingerprint, "round": self.t}, "", "start all alike")
+        ranks.agree({**facts, "data": fingerprint, "round": self.t}, "start all alike")
         self.machine = machine_in(self.about)
         if self.is_new and not ranks.RANK:
             check_free(self.folder)
@@ -225,7 +225,7 @@ class Run:
     def finish(self):
         """Saves the model and the picture. Returns this run."""
         self.bar.close()
-        ranks.agree({"last round": self.t}, "", "end by what they share, and by no clock")
+        ranks.agree({"last round": self.t}, "end by what they share, and by no clock")
         if not self.ended and not ranks.RANK:
             self._write_metrics()  # in its place may be those of more rounds
             train.set_weights(self.model, weights_in(self.state))
