@@ -115,7 +115,7 @@ def run(args, federate, label, baselines, example, build=build_model):
     for method, *_ in plans[: len(domains)]:  # finds mistakes before anything is written
         clients, _ = assemble(method, data_of(method.seed), build)
         held = clients.label_counts[: clients.participating].sum(0)
-        if untrained := [dataset.classes[c] for c in torch.nonzero(held == 0)]:
+        if untrained := [name for name, n in zip(dataset.classes, held) if not n]:
             say(f"no participating client has samples of {few(untrained)}")
         if clients.participating < 2:
             say("only one client participates, so all selections are one: raise --participating")
@@ -125,8 +125,10 @@ def run(args, federate, label, baselines, example, build=build_model):
 
     count = ranks.how_many(args.processes, args.device, clients.per_round)
     several = len(plans) > 1
-    is_alone = count == 1 and not several and len(sides) == 1
-    found, failed = {}, []
+    # Each run has processes of its own, so that nothing that it keeps goes to the next one
+    forks = count > 1 or (count == 1 and len(plans) * len(sides) > 1)
+    found = {}
+    failed = []
     try:
         for plan in plans:
             stop = None
@@ -135,8 +137,7 @@ def run(args, federate, label, baselines, example, build=build_model):
                 try:
                     whole = args if several else None
                     one = partial(run_one, own, federate, data_of(own.seed), build, whole)
-                    # In processes of its own, so that nothing that it keeps goes to the next one
-                    run = ranks.start(one, count) if count and not is_alone else one()
+                    run = ranks.start(one, count) if forks else one()
                 except Exception as e:
                     # A full disk is a plain OSError. All of torchrun's ranks meet a RunError
                     ends_all = type(e) is OSError or ranks.COUNT > 1 or not several
@@ -144,7 +145,7 @@ def run(args, federate, label, baselines, example, build=build_model):
                         raise
                     if not isinstance(e, UserError | OSError):
                         traceback.print_exc()
-                    *_, why = str(e).strip().split("\n")  # below the traceback of another process
+                    why = str(e).strip().split("\n")[-1]  # below another process's traceback
                     failed.append(f"{own.out}: {why}")
                     if own is plan[0]:  # nobody knows how many rounds its baselines would have
                         break
@@ -193,11 +194,18 @@ def run_one(own, federate, dataset, build, whole):
             own.evaluate_every, run.total, progress,
         )  # fmt: skip
         if run.rows:
-            vars(trainer).update({name: run.rows[-1].get(name, 0) for name in trainer.cost()})
+            trainer.samples = run.rows[-1].get("samples", 0)
+            trainer.megabytes = run.rows[-1].get("megabytes", 0)
         try:
             return federate(own, clients, trainer, **state)
         except TypeError as e:
             raise UserError(f"{e}: its parameters after trainer are what it yields as state") from e
+
+    def rehearse(before, *of_round):
+        old = runs.weights_in(before).clone()  # federate() may change it in place
+        again = begin(*assemble(own, dataset, build), before, lambda t, share: run.progress(t, 0))
+        chance.seed_all(own.seed, "round", run.t + 1)
+        compare_rounds(old, of_round, next(iter(again), ({}, {})))
 
     try:
         if not run.rows:
@@ -206,15 +214,10 @@ def run_one(own, federate, dataset, build, whole):
         chance.seed_all(own.seed, "round", run.t + 1)
         for i, (state, row) in enumerate(rounds, 1):
             if i == 1:
-                copy = runs.packed(state)
+                copy = runs.copied(state, device)
             if i == 2:
-                before, copy = runs.unpacked(copy, device), None  # a table may be large
-                old = runs.weights_in(before).clone()
-                waits = lambda t, share: run.progress(t, 0)  # noqa: E731
-                again = begin(*assemble(own, dataset, build), before, waits)
-                chance.seed_all(own.seed, "round", run.t + 1)
-                compare_rounds(old, (state, row), next(iter(again), ({}, {})))
-                del before, again
+                rehearse(copy, state, row)
+                copy = None  # a table may be large
             run.record(state, row)
             if run.t == own.stop:
                 break
@@ -237,12 +240,14 @@ def compare_rounds(old, first, second):
     there the weights may differ by a hundredth of what the round has changed.
     """
     (state, row), (other, other_row) = first, second
-    w, there = runs.weights_in(state), runs.cells(other_row)
+    w = runs.weights_in(state)
     may_differ = 0.01 * (w - old).norm() if w.is_cuda else 0.0
-    here = {} if w.is_cuda else runs.cells(row)
-    differ = [column for column in here if here[column] != there.get(column)]
+    differ = []
     if not other or (w - runs.weights_in(other)).norm() > may_differ:
-        differ = ["model", *differ]
+        differ.append("model")
+    if not w.is_cuda:
+        here, there = runs.cells(row), runs.cells(other_row)
+        differ += [column for column in here if here[column] != there.get(column)]
     # In all processes, or the others would wait
     if differ := max(ranks.exchange(differ), key=len):
         raise UserError(

@@ -281,22 +281,23 @@ def read_args(folder):
 def refuse_others(folder, saved, flags):
     """Raises UserError if what has begun here was run with other flags, or with other code.
 
-    A run may become longer or shorter, by --rounds or by UEFL's --iterations.
+    Returns whether it becomes longer or shorter, by --rounds or by UEFL's --iterations.
     """
     if saved.get("method") != flags["method"]:
         raise UserError(f"{folder} was started by {saved.get('method')}.py: resume it with that")
-    may_change = {*OF_A_MACHINE, "iterations", "stop"}
+    length = {"iterations", "stop"}
     if saved.get("iterations") == 1:
-        may_change.add("rounds")
+        length.add("rounds")
     flags = json.loads(json.dumps(flags, default=str))  # as args.json has them
     saved, flags = ({**found, **found.get("code", {}), "code": {}} for found in (saved, flags))
-    names = saved.keys() & flags.keys() - may_change
-    names = sorted(name for name in names if saved[name] != flags[name])
-    if names:
+    names = saved.keys() & flags.keys() - OF_A_MACHINE
+    differ = {name for name in names if saved[name] != flags[name]}
+    if others := sorted(differ - length):
         raise UserError(
-            f"{folder} differs in {few(names)}: undo that (for flags see its args.json), or start "
+            f"{folder} differs in {few(others)}: undo that (for flags see its args.json), or start "
             "a new run (another seed may have a folder of its own inside)"
         )
+    return bool(differ)
 
 
 def infer_partition(args, typed):
