@@ -84,19 +84,7 @@ def run(args, federate, label, baselines, example, build=build_model):
     the others are run and shown nevertheless. (Without the method's run there is none of its
     baselines, because nobody knows how many rounds they have.)
     """
-    if args.method not in METHODS:
-        label = args.method  # of a copy in a file of its own
-    sides = [changed(args, name=args.name or label)]  # a baseline resumed alone keeps its name
-    for name, own in baselines.items():
-        if args.compare and any(getattr(args, flag) != value for flag, value in own.items()):
-            side = changed(args, **own, name=name, compare=False)
-            side.out += f"-{name.lower().replace(' ', '-')}"
-            if side.iterations == 1:  # in UEFL this is one long iteration
-                side.rounds += (args.iterations - 1) * args.later_rounds
-            sides.append(side)
-    names = [side.name for side in sides]
-    if len({name.lower() for name in names}) < len(names):
-        raise UserError(f"two rows have one name: {', '.join(names)}")
+    sides = sides_of(args, label, baselines)
     if ranks.LOCAL_RANK:  # the first one may download the data
         ranks.barrier()
     dataset = data.load(args.dataset, args.data_dir, args.image_size)
@@ -124,7 +112,7 @@ def run(args, federate, label, baselines, example, build=build_model):
             runs.check_free(Path(side.out))
 
     count = ranks.how_many(args.processes, args.device, clients.per_round)
-    several = len(plans) > 1
+    whole = args if len(plans) > 1 else None
     # Each run has processes of its own, so that nothing that it keeps goes to the next one
     forks = count > 1 or (count == 1 and len(plans) * len(sides) > 1)
     found = {}
@@ -135,12 +123,11 @@ def run(args, federate, label, baselines, example, build=build_model):
             for own in plan:
                 own.stop = stop
                 try:
-                    whole = args if several else None
                     one = partial(run_one, own, federate, data_of(own.seed), build, whole)
                     run = ranks.start(one, count) if forks else one()
                 except Exception as e:
                     # A full disk is a plain OSError. All of torchrun's ranks meet a RunError
-                    ends_all = type(e) is OSError or ranks.COUNT > 1 or not several
+                    ends_all = type(e) is OSError or ranks.COUNT > 1 or not whole
                     if ends_all and not isinstance(e, RunError):
                         raise
                     if not isinstance(e, UserError | OSError):
@@ -169,6 +156,23 @@ def run(args, federate, label, baselines, example, build=build_model):
     if failed and not ranks.RANK:  # which still draws when another one of torchrun's has ended
         raise UserError("; ".join(failed))
     return found
+
+
+def sides_of(args, label, baselines):
+    """The flags of the method, and of each baseline that changes something."""
+    if args.method not in METHODS:
+        label = args.method  # of a copy in a file of its own
+    sides = [changed(args, name=args.name or label)]  # a baseline resumed alone keeps its name
+    for name, own in baselines.items():
+        if args.compare and any(getattr(args, flag) != value for flag, value in own.items()):
+            side = changed(args, **own, name=name, compare=False)
+            side.out += f"-{name.lower().replace(' ', '-')}"
+            if side.iterations == 1:  # in UEFL this is one long iteration
+                side.rounds += (args.iterations - 1) * args.later_rounds
+            sides.append(side)
+    if len({side.name.lower() for side in sides}) < len(sides):
+        raise UserError(f"two rows have one name: {', '.join(side.name for side in sides)}")
+    return sides
 
 
 def run_one(own, federate, dataset, build, whole):

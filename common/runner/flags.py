@@ -165,6 +165,7 @@ def parse(file, doc, settings, small, own_flags, argv=None):
     if any(not word or word.endswith("=") for word in argv):
         raise UserError("a flag's value is empty: give one, or leave the flag out")
     method = Path(file).stem
+    example = next(iter(settings))
     about = doc.strip().split("\n\n")[0]
     parser = Parser(
         prog=f"{method}.py",
@@ -175,7 +176,7 @@ def parse(file, doc, settings, small, own_flags, argv=None):
         description=f"{about} The defaults depend on the data set, and are the paper's if the "
         "paper uses it: `--dataset mnist --help` shows those.",
     )
-    add_shared_flags(parser, next(iter(settings)))
+    add_shared_flags(parser, example)
     own_flags(parser.add_argument_group("this method").add_argument)
     known = parser._option_string_actions  # --flag -> what argparse knows of it
     given = [known[flag] for word in argv if (flag := word.split("=")[0]) in known]
@@ -186,14 +187,13 @@ def parse(file, doc, settings, small, own_flags, argv=None):
             raise UserError(f"{typed[action.dest]} is given twice: give it once")
     chosen, _ = parser.parse_known_args(argv)  # --dataset, --small and --resume say the defaults
     saved = saved_flags(chosen)
-    defaults = saved or defaults_for(chosen, settings, small)
-    if unknown := [] if saved else [*defaults.keys() - vars(chosen).keys()]:
-        raise UserError(f"SETTINGS has {few(unknown)}, which no flag is called")
-    parser.set_defaults(**defaults)
+    parser.set_defaults(**(saved or defaults_for(chosen, settings, small)))
     parser.add_argument("-h", "--help", action="help", help="show this text")  # with these defaults
     args = parser.parse_args(argv)
-    args.resume, args.seeds = saved.get("out"), list(dict.fromkeys(args.seeds))
-    args.method, args.code = method, code_of(file, args.pretrained)
+    args.resume = saved.get("out")
+    args.seeds = list(dict.fromkeys(args.seeds))
+    args.method = method
+    args.code = code_of(file, args.pretrained)
     if saved:
         if args.precision == "auto":  # the run began with what this meant there
             args.precision = saved["precision"]
@@ -201,9 +201,10 @@ def parse(file, doc, settings, small, own_flags, argv=None):
     else:
         infer_partition(args, typed)
         refuse_useless(args, typed)
-        args.local_epochs = None if args.local_steps else args.local_epochs
-        may_be_typed = {*OF_A_MACHINE, "seeds", "precision"}
-        args.is_example = args.dataset == next(iter(settings)) and not typed.keys() - may_be_typed
+        if args.local_steps:
+            args.local_epochs = None
+        changed = typed.keys() - OF_A_MACHINE - {"seeds", "precision"}
+        args.is_example = args.dataset == example and not changed
     name = f"{method}-{Path(args.dataset).stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     args.out = str(Path(args.out or f"runs/{name}"))
     return args
@@ -245,12 +246,19 @@ def defaults(method, words=""):
 
 
 def defaults_for(chosen, settings, small):
-    """The defaults of the chosen data set. Raises UserError if --small does not fit it."""
+    """The defaults of the chosen data set.
+
+    Raises UserError if --small does not fit it, or if a default belongs to no flag.
+    """
     kind = chosen.dataset if chosen.dataset in data.NAMES else "folder"
     defaults = settings.get(kind, settings.get("other", {}))
-    if chosen.small and kind in data.OFFLINE:
-        raise UserError(f"--small: {kind} is small already; leave it out")
-    return {**defaults, **small.get(kind, small["other"])} if chosen.small else defaults
+    if chosen.small:
+        if kind in data.OFFLINE:
+            raise UserError(f"--small: {kind} is small already; leave it out")
+        defaults = defaults | small.get(kind, small["other"])
+    if unknown := [*defaults.keys() - vars(chosen).keys()]:
+        raise UserError(f"SETTINGS has {few(unknown)}, which no flag is called")
+    return defaults
 
 
 def saved_flags(chosen):
@@ -289,8 +297,9 @@ def refuse_others(folder, saved, flags):
     if saved.get("iterations") == 1:
         length.add("rounds")
     flags = json.loads(json.dumps(flags, default=str))  # as args.json has them
-    saved, flags = ({**found, **found.get("code", {}), "code": {}} for found in (saved, flags))
-    names = saved.keys() & flags.keys() - OF_A_MACHINE
+    saved = {**saved, **saved.get("code", {})}  # of code, each file has a name
+    flags = {**flags, **flags["code"]}
+    names = saved.keys() & flags.keys() - OF_A_MACHINE - {"code"}
     differ = {name for name in names if saved[name] != flags[name]}
     if others := sorted(differ - length):
         raise UserError(

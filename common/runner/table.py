@@ -103,12 +103,13 @@ def with_interval(differences, column):
     return f"{mean} ({low} to {high})"
 
 
-def line(name, numbers, domains, text):
-    """A line of the table: means over these test domains. A seed counts if it has all of them.
+def line(name, numbers, text):
+    """A line of the table: means over the test domains. A seed counts if it has all of them.
 
     numbers  (seed, test domain) -> a number for each column
     text     makes one text of the numbers of all seeds
     """
+    domains = [*dict.fromkeys(domain for _, domain in numbers)]
     means = {}  # seed -> means [columns]
     for seed in sorted({seed for seed, _ in numbers}):
         if all((seed, domain) in numbers for domain in domains):
@@ -126,17 +127,18 @@ def table(rows):
     A column that has only a header is left out.
     """
     header = [column + OF_A_RUN[measure_of(column).table] for column in COLUMNS]
-    lines, numbers = [["", "seeds", *header]], {}
+    lines = [["", "seeds", *header]]
+    numbers = {}
     for label, runs in rows.items():
         numbers[label] = {which(run): [score(run, column) for column in COLUMNS] for run in runs}
     *others, last = rows
     for label in others:
-        ours, theirs = numbers[label], numbers[last]
+        ours = numbers[label]
+        theirs = numbers[last]
         both = [at for at in ours if at in theirs]
         numbers[f"{label} - {last}"] = {at: np.subtract(ours[at], theirs[at]) for at in both}
     for label, of_row in numbers.items():
-        domains = [*dict.fromkeys(domain for _, domain in of_row)]
-        lines.append(line(label, of_row, domains, pm if label in rows else with_interval))
+        lines.append(line(label, of_row, pm if label in rows else with_interval))
     columns = [column for column in zip(*lines) if any(column[1:])]
     return list(zip(*columns))
 
