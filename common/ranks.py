@@ -70,8 +70,8 @@ def start(work, count):
                 pass
             return pickle.loads((folder / "result0").read_bytes())
         except ProcessExitedException as e:
-            for error in folder.glob("error*"):
-                raise pickle.loads(error.read_bytes()) from None
+            if errors := [*folder.glob("error*")]:
+                raise pickle.loads(errors[0].read_bytes()) from None
             raise ChildProcessError(
                 f"a process was ended by {e.signal_name or 'sys.exit'}: if memory is short, use "
                 "fewer --processes"
@@ -85,7 +85,9 @@ def start(work, count):
 def _rank(rank, work, count, folder):
     """Connects this rank, runs work(), and leaves its result or error in the folder."""
     global RANK, COUNT, LOCAL_RANK, MEETING
-    RANK, LOCAL_RANK, COUNT, MEETING = rank, rank, count, str(folder / "meeting")
+    RANK = LOCAL_RANK = rank
+    COUNT = count
+    MEETING = str(folder / "meeting")
     for ends in (signal.SIGINT, signal.SIGTERM):  # at once, and so does the parent's death
         signal.signal(ends, signal.SIG_DFL)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

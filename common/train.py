@@ -197,13 +197,12 @@ class Trainer:
         mine = self._mine(theta, selected, [len(self.clients.train[k]) for k in selected])
         weights = theta.new_zeros(len(selected), len(theta))
         losses = theta.new_zeros(len(selected))
-        samples = torch.zeros(len(selected), dtype=torch.long)
+        self.passes.samples = 0
         for i in mine:
             k = int(selected[i])
             self._load(theta)
             self.model.train()
             fixed = [buffer.clone() for buffer in self._not_sent()]
-            self.passes.samples = 0
             own = self._own(per_client, k)
             batches = self._batches(k, t)
             optimizer = self._optimizer(t)
@@ -214,13 +213,14 @@ class Trainer:
                     "training changes a buffer that is not of floating-point numbers, which no "
                     "client sends: register it as float32"
                 )
-            weights[i], losses[i] = get_weights(self.model), self._mean_loss(loss)
-            samples[i] = self.passes.samples
+            weights[i] = get_weights(self.model)
+            losses[i] = self._mean_loss(loss)
             self.progress(t, 1 / len(mine))
-        for table in (weights, losses, samples):  # of which the other processes have other rows
+        samples = torch.tensor([self.passes.samples])
+        for table in (weights, losses, samples):  # the other processes have trained the others
             ranks.add_up(table)
-        self.count(selected, 0, 2 * len(theta) if sent is None else 2 * sent)
-        self.samples += int(samples.sum())
+        self.count(selected, numbers=2 * (len(theta) if sent is None else sent))
+        self.samples += int(samples)
         sums = weights.norm(dim=1) + losses  # a norm adds up squares, so it is infinite early
         diverged = selected[~sums.isfinite().cpu()]
         if len(diverged):

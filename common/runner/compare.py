@@ -280,13 +280,11 @@ def changed(args, **changes):
 def verdict(runs, prediction, shows_in):
     """Prints what the idea predicts for the example, and what these runs gave."""
     label, baseline, *_ = runs
-    found, holds = [], True
+    found = []
+    holds = True
     for column, side in shows_in.items():
-        here, there = (
-            round(np.mean([table.score(run, column) for run in runs[name]]), 1)
-            for name in (label, baseline)
-        )
-        # What is printed as equal is a tie
+        scores = [[table.score(run, column) for run in runs[name]] for name in (label, baseline)]
+        here, there = np.mean(scores, axis=1).round(1)  # what is printed as equal is a tie
         holds = holds and (here > there if side == "above" else here < there)
         found.append(f"{column} is {here:.1f} ({label}) and {there:.1f} ({baseline})")
     print(f"\nPrediction: {prediction}.\nThis run: {', '.join(found)}.", end=" ")

@@ -54,7 +54,7 @@ def curves(file, runs):
 
     runs  label -> its runs; drawn are the rounds in which all of them have a number
     """
-    (first, *_), *_ = runs.values()
+    first = next(iter(runs.values()))[0]
     found = []
     for column, measure in MEASURES.items():
         if not measure.title or not any(column in row for row in first.rows):
@@ -66,9 +66,9 @@ def curves(file, runs):
             values = np.array([[of_run[t] for t in at] for of_run in numbers])
             of_labels[label] = at, values * (100 if in_percent(column) else 1)
         found.append((column, measure.title, of_labels))
-    last_of = {row.get("iteration"): row["round"] for row in first.rows}
+    ends = {row.get("iteration"): row["round"] for row in first.rows}  # of UEFL's iterations
     if found:
-        panels(file, found, len(first.classes), sorted(last_of.values())[:-1])
+        panels(file, found, len(first.classes), sorted(ends.values())[:-1])
 
 
 def panels(file, found, classes, ends=()):
@@ -84,8 +84,8 @@ def panels(file, found, classes, ends=()):
                 mean_and_runs(axes, i, at, values, label)
             if any(len(values) > 1 for _, values in of_labels.values()):
                 axes.plot([], color="0.6", lw=0.6, label="each run")
-            for end in ends:
-                label = "words are added" if end == ends[0] else None
+            for i, end in enumerate(ends):
+                label = None if i else "words are added"  # once in the legend
                 axes.axvline(end, color="0.7", lw=0.8, label=label)
             if unit := measure_of(column).unit:
                 name += f" ({unit})"

@@ -299,8 +299,8 @@ def machine_of(device):
 
 def machine_in(about):
     """On which machines a run was, such as torch: "2.11, then 2.14"."""
-    first, *_ = machines = about["machines"]
-    return {name: ", then ".join(dict.fromkeys(m[name] for m in machines)) for name in first}
+    machines = about["machines"]
+    return {name: ", then ".join(dict.fromkeys(m[name] for m in machines)) for name in machines[0]}
 
 
 def check_free(folder):
