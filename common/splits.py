@@ -212,13 +212,16 @@ def silos(data, pool, numbers, size, seed):
             f"the domains have {available.tolist()}"
         )
 
-    of_train = [shuffled(pool[data.domain[pool] == d], rng) for d in domains]
-    of_test = [shuffled(data.test[data.domain[data.test] == d], rng) for d in domains]
-    tested = min(len(samples) // k for samples, k in zip(of_test, numbers) if k)
+    def of_domains(samples):
+        return [shuffled(samples[data.domain[samples] == d], rng) for d in domains]
+
+    to_train = of_domains(pool)
+    to_test = of_domains(data.test)
+    tested = min(len(samples) // k for samples, k in zip(to_test, numbers) if k)
     train, test = [], []
     for d, k in enumerate(numbers):
-        train += of_train[d][: k * size].view(k, size)
-        test += of_test[d][: k * tested].view(k, tested)
+        train += to_train[d][: k * size].view(k, size)
+        test += to_test[d][: k * tested].view(k, tested)
     return train, test
 
 
@@ -227,7 +230,8 @@ def divide(data, pool, partition, clients, alpha, seed):
 
     Raises UserError if the clients are too many or too few.
     """
-    rng, labels = random_at(seed, "split"), data.y[pool]
+    rng = random_at(seed, "split")
+    labels = data.y[pool]
     if not clients and partition == "domain":
         clients = len(data.domain[pool].unique())
     clients = clients or max(1, min(100, len(pool) // MEAN_SIZE))
