@@ -115,30 +115,13 @@ def run(args, federate, label, baselines, example, build=build_model):
     whole = args if len(plans) > 1 else None
     # Each run has processes of its own, so that nothing that it keeps goes to the next one
     forks = count > 1 or (count == 1 and len(plans) * len(sides) > 1)
-    found = {}
-    failed = []
+
+    def one(own):
+        work = partial(run_one, own, federate, data_of(own.seed), build, whole)
+        return ranks.start(work, count) if forks else work()
+
     try:
-        for plan in plans:
-            stop = None
-            for own in plan:
-                own.stop = stop
-                try:
-                    one = partial(run_one, own, federate, data_of(own.seed), build, whole)
-                    run = ranks.start(one, count) if forks else one()
-                except Exception as e:
-                    # A full disk is a plain OSError. All of torchrun's ranks meet a RunError
-                    ends_all = type(e) is OSError or ranks.COUNT > 1 or not whole
-                    if ends_all and not isinstance(e, RunError):
-                        raise
-                    if not isinstance(e, UserError | OSError):
-                        traceback.print_exc()
-                    why = str(e).strip().split("\n")[-1]  # below another process's traceback
-                    failed.append(f"{own.out}: {why}")
-                    if own is plan[0]:  # nobody knows how many rounds its baselines would have
-                        break
-                else:
-                    found.setdefault(own.name, []).append(run)
-                    stop = run.t  # a baseline stops when the method has stopped
+        found, failed = run_all(plans, one)
         if found:
             first, *others = found  # the first baseline is the last row, and all compare with it
             table.report({name: found[name] for name in (first, *reversed(others))})
@@ -173,6 +156,33 @@ def sides_of(args, label, baselines):
     if len({side.name.lower() for side in sides}) < len(sides):
         raise UserError(f"two rows have one name: {', '.join(side.name for side in sides)}")
     return sides
+
+
+def run_all(plans, one):
+    """Runs all plans by one(flags). Returns label -> runs, and a line for each run that failed."""
+    found = {}
+    failed = []
+    for plan in plans:
+        stop = None
+        for own in plan:
+            own.stop = stop
+            try:
+                run = one(own)
+            except Exception as e:
+                # A full disk is a plain OSError. All of torchrun's ranks meet a RunError
+                ends_all = type(e) is OSError or ranks.COUNT > 1 or len(plans) == 1
+                if ends_all and not isinstance(e, RunError):
+                    raise
+                if not isinstance(e, UserError | OSError):
+                    traceback.print_exc()
+                why = str(e).strip().split("\n")[-1]  # below another process's traceback
+                failed.append(f"{own.out}: {why}")
+                if own is plan[0]:  # nobody knows how many rounds its baselines would have
+                    break
+            else:
+                found.setdefault(own.name, []).append(run)
+                stop = run.t  # a baseline stops when the method has stopped
+    return found, failed
 
 
 def run_one(own, federate, dataset, build, whole):

@@ -18,7 +18,6 @@ from common.splits import PARTITIONS
 # Flags that move no number: where a run computes, and where its files lie. The images of a folder
 # are compared by their fingerprint
 OF_A_MACHINE = {"resume", "out", "device", "processes", "data_dir", "dataset", "compare"}
-ANEW = "start a new run, or if it is one seed of several, delete its folder and resume"
 NEEDS = {  # flag -> the values of another flag with which it changes anything
     "dirichlet": ("partition", ["dirichlet"]),
     "silos": ("partition", ["silos"]),
@@ -227,8 +226,10 @@ def code_of(file, weights=""):
     weights  a file that has a hash, too, if there is one
     """
     files = {file, *own_modules(), *map(str, Path(__file__).parents[1].rglob("*.py"))}
+    if isfile(weights):
+        files.add(weights)
     found = {}
-    for f in sorted({*files, *filter(isfile, [weights])}):
+    for f in sorted(files):
         code = Path(f).read_bytes()
         if f.endswith(".py"):
             lines = [line.rstrip() for line in code.splitlines()]
@@ -283,7 +284,10 @@ def read_args(folder):
         about = json.loads(file.read_text(encoding="utf-8"))
         return {**about, "flags": dict(about["flags"])}
     except Exception as e:  # there are many types for a file that is damaged
-        raise RunError(f"{file} cannot be read ({first_line(e)}): {ANEW}") from e
+        raise RunError(
+            f"{file} cannot be read ({first_line(e)}): start a new run, or if it is one seed of "
+            "several, delete its folder and resume"
+        ) from e
 
 
 def refuse_others(folder, saved, flags):
