@@ -158,7 +158,8 @@ def _from_torchvision(name, root):
             "its folder is there, it is damaged, and has to be removed; without a network, copy "
             f"the files of torchvision's {name} there, or name their folder with --data-dir"
         ) from e
-    x, y = torch.cat(images), torch.cat(labels)
+    x = torch.cat(images)
+    y = torch.cat(labels)
     classes = getattr(part, "classes", [str(c) for c in range(43)])  # those of gtsrb have no names
     if name.startswith("cifar"):  # has channels last
         x = x.permute(0, 3, 1, 2)

@@ -40,14 +40,14 @@ def differing(of_names):
 
     of_names  name -> settings; who lacks a setting has nothing to differ in
     """
+    who = {}  # setting -> value, as text -> the names that have it
+    for name, of_name in of_names.items():
+        for setting, value in of_name.items():
+            who.setdefault(setting, {}).setdefault(str(value), []).append(name)
     texts = []
-    for setting in dict.fromkeys(setting for of_name in of_names.values() for setting in of_name):
-        who = {}  # value, as text -> the names that have it
-        for name, of_name in of_names.items():
-            if setting in of_name:
-                who.setdefault(str(of_name[setting]), []).append(name)
-        if len(who) > 1:
-            pairs = [f"{value} ({', '.join(names)})" for value, names in who.items()]
+    for setting, by_value in who.items():
+        if len(by_value) > 1:
+            pairs = [f"{value} ({', '.join(names)})" for value, names in by_value.items()]
             texts.append(f"{setting} {', '.join(pairs)}")
     return "; ".join(texts)
 
@@ -162,8 +162,8 @@ def report(rows):
     *others, last = rows
     theirs = {which(run): end(run) for run in rows[last]}
     for label in others:
-        pairs = [(end(run), theirs[which(run)]) for run in rows[label] if which(run) in theirs]
-        if pairs and all(ours == of_last for ours, of_last in pairs):
+        same = [end(run) == theirs[which(run)] for run in rows[label] if which(run) in theirs]
+        if same and all(same):
             print(f"{label} and {last} end with the same model: does what differs have an effect?")
     if different := unlike(rows):
         print(f"Not the same in all rows: {different}")
