@@ -64,10 +64,11 @@ def in_parts_or_domains(folder, images, left_out):
     an_image = {len(row) - 1: row[-1] for row in rows}  # of each depth
     depths = sorted(an_image)
     if depths not in ([1], [2]):
-        where = [f"{depth} folders deep ({an_image[depth]})" for depth in depths]
+        shown = depths[:3]  # a link to a folder above makes many
+        where = ", ".join(f"{depth} folders deep ({an_image[depth]})" for depth in shown)
         raise UserError(
             f"{folder} is not CLASS/*, train|test/CLASS/* or DOMAIN/CLASS/*, because images lie "
-            f"{few(where)}: move them, or give a folder further in"
+            f"{where}: move them, or give a folder further in"
         )
     tops = {row[0] for row in rows}
     if depths == [1] and not tops & {"test", "val"}:  # train may be a vehicle
