@@ -77,15 +77,15 @@ class UEFL(nn.Module):
 
     def encode(self, x):
         """x -> tokens [N, l, d]: h w of them from a feature map [N, d, h, w], one from a vector."""
-        with models.autocast(self, x):
+        with models.in_precision(self, x):
             z = self.features(x).float()  # line 12
         z = z.reshape(*z.shape[:2], -1).mT
         return F.layer_norm(z, z.shape[-1:]) if self.token_norm else z
 
     def forward(self, x, may_use=None):
         """p = f_C(f_D(f_E(x))) (equation 1): x -> logits [N, C] and L_code."""
-        with models.autocast(self, x):
-            c, code_loss, _ = self.codebook(self.encode(x), may_use)
+        c, code_loss, _ = self.codebook(self.encode(x), may_use)
+        with models.in_precision(self, x):
             return self.classifier(c.mT).float(), code_loss  # line 14; channels first, as in a map
 
     def uses(self, may_use):

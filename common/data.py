@@ -58,14 +58,15 @@ class Dataset:
     source: int | None = None
 
     def __post_init__(self):
-        x, y = self.x, self.y
+        x = self.x
+        y = self.y
         if x.dtype != torch.uint8 or x.dim() != 4:
             raise UserError(f"x is uint8 [N, channels, height, width], not {x.dtype} {[*x.shape]}")
         if y.dtype != torch.int64 or y.shape != x.shape[:1]:
             raise UserError(f"y is int64 [{len(x)}], not {y.dtype} {[*y.shape]}")
-        found, last = {*y.tolist()}, len(self.classes) - 1
-        if not found <= {*range(last + 1)}:
-            raise UserError(f"y is in 0 .. {last}, not in {min(found)} .. {max(found)}")
+        last = len(self.classes) - 1
+        if y.min() < 0 or y.max() > last:
+            raise UserError(f"y is in 0 .. {last}, not in {y.min()} .. {y.max()}")
 
     def fingerprint(self):
         """A number that changes if a sample, a label, a domain or a name changes."""
@@ -85,8 +86,8 @@ def load(name, root="data", image_size=96):
     Raises UserError if there is no such data set, if it cannot be read and cannot be downloaded, or
     if a data set with a name has not as many images as it should.
     """
-    root, folder = Path(root), Path(name)
-    jpegs, batches = root / "cifar10", root / "cifar-10-batches-py"  # its images, torchvision's
+    root = Path(root)
+    folder = Path(name)
     if name in NAMES and folder.is_dir():
         say(f"--dataset {name} is the name of a data set: for the folder here, write ./{name}")
     if name in OFFLINE:
@@ -97,11 +98,13 @@ def load(name, root="data", image_size=96):
                 f"--dataset {name} is no folder, and no data set: there are {', '.join(NAMES)}"
             )
         return Dataset(folder.resolve().name, **image_folder(folder, image_size))
-    if name == "cifar10" and jpegs.is_dir() and not batches.exists():
-        data = Dataset(name, **image_folder(jpegs, 32))
+    images = root / "cifar10"  # somebody has unpacked them, in place of torchvision's file
+    if name == "cifar10" and images.is_dir() and not (root / "cifar-10-batches-py").exists():
+        data = Dataset(name, **image_folder(images, 32))
     else:
         data = _from_torchvision(name, root)
-    found, expected = (len(data.train), len(data.test)), PUBLIC[name][1:]
+    found = len(data.train), len(data.test)
+    expected = PUBLIC[name][1:]
     if found != expected:
         raise UserError(
             f"{name} in {root}/ has {found} training and test images, and not {expected}: remove "
@@ -155,7 +158,8 @@ def _from_torchvision(name, root):
             "its folder is there, it is damaged, and has to be removed; without a network, copy "
             f"the files of torchvision's {name} there, or name their folder with --data-dir"
         ) from e
-    x, y = torch.cat(images), torch.cat(labels)
+    x = torch.cat(images)
+    y = torch.cat(labels)
     classes = getattr(part, "classes", [str(c) for c in range(43)])  # those of gtsrb have no names
     if name.startswith("cifar"):  # has channels last
         x = x.permute(0, 3, 1, 2)

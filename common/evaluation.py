@@ -18,22 +18,19 @@ def evaluate(trainer, theta, t, selected, losses):
 
     A round that is not due has only their mean loss and the costs.
     """
-    clients, m = trainer.clients, trainer.clients.participating
+    clients = trainer.clients
+    m = clients.participating
     row = {"selected": selected, "train_loss": losses.mean(), **trainer.cost()}
     if not trainer.is_due(t):
         return row
-    held = clients.test if any(map(len, clients.test)) else []  # none with --held-out 0
-    known = answers(trainer, theta, [*held[:m], *clients.tests.values()])
-    of_clients, of_tests = known[: len(held[:m])], known[len(held[:m]) :]
-    if held:
-        counts = right_of([*of_clients, *answers(trainer, theta, held[m:])])
-        row |= by_client(counts, m)
-        row["id_selected"] = share(counts[selected])
-    for name, test in zip(clients.tests, of_tests):
-        row[f"{name}_accuracy"] = share(right_of([test]))
-    # The first test set is "ood" if there is one
-    labels, predicted = of_tests[0] if "ood" in clients.tests else map(torch.cat, zip(*of_clients))
-    row["confusion"] = confusion(labels, predicted, trainer.classes)
+    found = confusions(trainer, theta, [*clients.test[:m], *clients.tests.values()])
+    of_clients = found[:m]
+    of_tests = dict(zip(clients.tests, found[m:]))
+    if any(map(len, clients.test)):  # not with --held-out 0
+        of_silent = confusions(trainer, theta, clients.test[m:])
+        row |= by_client(of_clients, of_silent)
+        row["id_selected"] = accuracy(of_clients[selected].sum(0))
+    row |= by_test(of_tests, of_clients)
     row["selected_size"] = clients.sizes[selected].mean()
     if "rare" in clients.tests:
         counts = clients.label_counts[selected]
@@ -49,33 +46,34 @@ def evaluate_silos(trainer, theta, t, measure, e, may_use, seen, args):
     e        the clients' uncertainties [K]
     may_use  the codewords that each may use, bool [K, V]
     seen     what of_words() says of each client
+    args     the flags; a silo is turned if its angle is not the first of --rotate
 
     Whoever never trains has no codewords of its own, and may use all.
     """
-    clients, m, codewords = trainer.clients, len(e), may_use.sum(1)
-    answers, perplexities, code_losses = seen
-    row = {"uncertainties": e, "mE": e.mean(), "codewords": codewords}
-    row["confusion"] = answers.sum(0)
+    clients, m = trainer.clients, len(e)
+    codewords = may_use.sum(1)
+    of_clients, perplexities, code_losses = seen
+    of_silent = of_clients[:0]
     silent = torch.arange(m, len(clients.test))
     if len(silent):
         _, of_silent, *_ = trainer.map(measure, theta, silent, clients.test, t)
-        answers = torch.cat([answers, of_silent])
-    row |= by_client(right_in(answers), m)
+    of_tests = {}
     for name, samples in clients.tests.items():
         pieces = samples.split(1000)  # for several processes
-        _, of_test, *_ = trainer.map(measure, theta, torch.arange(len(pieces)), pieces, t)
-        row[f"{name}_accuracy"] = share(right_in(of_test))
-        if name == "ood":
-            row["confusion"] = of_test.sum(0)
+        _, of_pieces, *_ = trainer.map(measure, theta, torch.arange(len(pieces)), pieces, t)
+        of_tests[name] = of_pieces.sum(0)
+    row = {"uncertainties": e, "mE": e.mean(), "codewords": codewords}
+    row |= by_client(of_clients, of_silent)
+    row |= by_test(of_tests, of_clients)
     row["mA"] = row["accuracies"].mean()
     if args.codebook_size:
         row |= {"mP": perplexities.mean(), "code_loss": code_losses.mean()}
-    turned = []
-    if args.rotate:  # the silos whose angle is not the first of --rotate
-        turned = [k for k in range(m) if clients.groups[k] != f"{args.rotate[0]:g}"]
-    if turned:
-        row["turned_accuracy"] = row["accuracies"][turned].mean()
-        row["turned_extended"] = (codewords[turned] > args.codebook_size).float().mean()
+    if args.rotate:
+        first = f"{args.rotate[0]:g}"
+        turned = [k for k in range(m) if clients.groups[k] != first]
+        if turned:
+            row["turned_accuracy"] = row["accuracies"][turned].mean()
+            row["turned_extended"] = (codewords[turned] > args.codebook_size).float().mean()
     return row
 
 
@@ -94,34 +92,27 @@ def of_words(labels, p, code_losses, indices):
     return confusion(labels, p.argmax(1), p.shape[1]), perplexity, code_losses.mean()
 
 
-def answers(trainer, theta, parts):
-    """For each of these parts of the samples, int64 positions: labels and predictions [n]."""
-    if not parts:
-        return []
-    _, predicted = trainer.predict(theta, torch.cat(parts))
-    guesses = predicted.split([len(part) for part in parts])
-    return [(trainer.labels[part], guess) for part, guess in zip(parts, guesses)]
+def confusions(trainer, theta, parts):
+    """The confusion of each of these parts of the samples, int64 positions: [parts, C, C]."""
+    found = torch.zeros(len(parts), trainer.classes, trainer.classes, dtype=torch.long)
+    if parts:
+        _, predicted = trainer.predict(theta, torch.cat(parts))
+        guesses = predicted.split([len(part) for part in parts])
+        for cells, part, guess in zip(found, parts, guesses):
+            cells += confusion(trainer.labels[part], guess, trainer.classes)
+    return found
 
 
-def right_of(answers):
-    """How many of each part's answers are right, and how many there are: int64 [parts, 2]."""
-    return torch.tensor([[(y == guess).sum(), len(y)] for y, guess in answers])
+def accuracy(cells):
+    """The share of right answers in a confusion [C, C], or in each of several [n, C, C]: [n]."""
+    return cells.diagonal(dim1=-2, dim2=-1).sum(-1) / cells.sum((-2, -1))
 
 
-def right_in(confusions):
-    """The same from confusions [parts, C, C]."""
-    right, of_all = confusions.diagonal(dim1=1, dim2=2).sum(1), confusions.sum((1, 2))
-    return torch.stack([right, of_all], 1)
+def by_client(of_clients, of_silent):
+    """Columns of metrics.csv, from the confusions of the clients' held-out samples.
 
-
-def share(counts):
-    """The share of right answers in these parts together, from counts [parts, 2]."""
-    right, all_of_them = counts.sum(0)
-    return right / all_of_them
-
-
-def by_client(counts, m):
-    """Columns of metrics.csv from right_of() the clients' held-out samples [N, 2]; m participate.
+    of_clients  of those that participate [M, C, C]
+    of_silent   of those that never train [N - M, C, C]
 
     accuracies          of each participating client [M]
     id_accuracy         of their samples together, so a client counts by its samples
@@ -131,14 +122,22 @@ def by_client(counts, m):
                         those with ENOUGH held-out samples; here each counts the same
     participation_gap   id_accuracy - unseen_accuracy (Yuan et al., ICLR 2022)
     """
-    accuracies = counts[:, 0] / counts[:, 1]
-    row = {"accuracies": accuracies[:m], "id_accuracy": share(counts[:m])}
-    if len(counts) > m:
-        row |= {"unseen_accuracies": accuracies[m:], "unseen_accuracy": share(counts[m:])}
+    row = {"accuracies": accuracy(of_clients), "id_accuracy": accuracy(of_clients.sum(0))}
+    if len(of_silent):
+        row["unseen_accuracies"] = accuracy(of_silent)
+        row["unseen_accuracy"] = accuracy(of_silent.sum(0))
         row["participation_gap"] = row["id_accuracy"] - row["unseen_accuracy"]
-        ranked = accuracies[m:][counts[m:, 1] >= ENOUGH].sort().values
+        enough = of_silent.sum((1, 2)) >= ENOUGH
+        ranked = row["unseen_accuracies"][enough].sort().values
         if len(ranked):
             row["unseen_worst"] = ranked[: (len(ranked) + 9) // 10].mean()
+    return row
+
+
+def by_test(of_tests, of_clients):
+    """Columns of metrics.csv, from the confusions of test sets, name -> [C, C], and of clients."""
+    row = {f"{name}_accuracy": accuracy(cells) for name, cells in of_tests.items()}
+    row["confusion"] = of_tests.get("ood", of_clients.sum(0))
     return row
 
 

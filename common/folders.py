@@ -9,6 +9,7 @@ names train, test and val decide between three layouts, which docs/data.md shows
 """
 
 from collections import Counter
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -35,48 +36,62 @@ def image_folder(folder, image_size):
     Returns the fields of a Dataset but its name.
     """
     left_out = Counter()
-    images = find_images(folder, left_out)
-    rows = [(*image.relative_to(folder).parts[:-1], image) for image in images]
-    depths = {len(row) - 1: row[-1] for row in rows}
-    if {*depths} not in ({1}, {2}):
-        shown = sorted(depths)[:3]  # a link to a folder above makes many
-        where = ", ".join(f"{depth} folders deep ({depths[depth]})" for depth in shown)
-        raise UserError(
-            f"{folder} is not CLASS/*, train|test/CLASS/* or DOMAIN/CLASS/*, because images lie "
-            f"{where}: move them, or give a folder further in"
-        )
-    [depth] = depths
-    tops = {row[0] for row in rows}
-    if depth == 1 and not tops & {"test", "val"}:  # train may be a vehicle
-        rows = with_a_fifth_for_testing(rows)
-    elif tops & {"train", "test", "val"}:
-        if depth == 1 or tops not in SPLITS:
-            raise UserError(
-                f"{folder} holds {few(sorted(tops))}: a split has train/CLASS/* and test/CLASS/* "
-                "(or val), and no other folder, so complete it, or rename these folders"
-            )
-        part_of = {"train": "train", "test" if "test" in tops else "val": "test"}
-        left_out.update(f"{top}/" for top, *_ in rows if top not in part_of)
-        rows = [(part_of[top], *row) for top, *row in rows if top in part_of]
+    rows = in_parts_or_domains(folder, find_images(folder, left_out), left_out)
     rows.sort(key=lambda row: (row[0] == "test", row))
     tops, labels, files = zip(*rows)
-    classes, domains = sorted({*labels}), sorted({*tops} - {"train", "test"})
-    for part in [] if domains else ["train", "test"]:
-        if lacking := {*classes} - {label for top, label, _ in rows if top == part}:
-            raise UserError(
-                f"{folder} has no {part}ing images of {few(sorted(lacking))}: add some, or remove "
-                "the class"
-            )
+    classes = sorted({*labels})
+    domains = sorted({*tops} - {"train", "test"})
     train, test = torch.arange(len(rows)).tensor_split([len(rows) - tops.count("test")])
     found = [f"{len(train)} training and {len(test)} test images", listed("classes", labels)]
-    found += [listed("domains", tops)] if domains else []
-    found += [listed("left out", left_out)] if left_out else []
+    if domains:
+        found.append(listed("domains", tops))
+    if left_out:
+        found.append(listed("left out", left_out))
     say(f"{folder}: {'; '.join(found)}")
     return {
         "x": decode(files, image_size), "y": torch.tensor([classes.index(c) for c in labels]),
         "train": train, "test": test, "classes": classes, "domains": domains,
         "domain": torch.tensor([domains.index(top) for top in tops]) if domains else None,
     }  # fmt: skip
+
+
+def in_parts_or_domains(folder, images, left_out):
+    """For each of these images of a folder "train", "test" or its domain, its class, and itself.
+
+    Counts in left_out what is in val beside a test set. Raises UserError like image_folder.
+    """
+    rows = [(*image.relative_to(folder).parts[:-1], image) for image in images]
+    an_image = {len(row) - 1: row[-1] for row in rows}  # of each depth
+    depths = sorted(an_image)
+    if depths not in ([1], [2]):
+        shown = depths[:3]  # a link to a folder above makes many
+        where = ", ".join(f"{depth} folders deep ({an_image[depth]})" for depth in shown)
+        raise UserError(
+            f"{folder} is not CLASS/*, train|test/CLASS/* or DOMAIN/CLASS/*, because images lie "
+            f"{where}: move them, or give a folder further in"
+        )
+    tops = {row[0] for row in rows}
+    if depths == [1] and not tops & {"test", "val"}:  # train may be a vehicle
+        rows = with_a_fifth_for_testing(rows)
+    elif not tops & {"train", "test", "val"}:
+        return rows
+    elif depths == [1] or tops not in SPLITS:
+        raise UserError(
+            f"{folder} holds {few(sorted(tops))}: a split has train/CLASS/* and test/CLASS/* "
+            "(or val), and no other folder, so complete it, or rename these folders"
+        )
+    else:
+        part_of = {"train": "train", "test" if "test" in tops else "val": "test"}
+        left_out.update(f"{top}/" for top, *_ in rows if top not in part_of)
+        rows = [(part_of[top], *row) for top, *row in rows if top in part_of]
+    for part in ("train", "test"):
+        with_images = {label for top, label, _ in rows if top == part}
+        if lacking := {label for _, label, _ in rows} - with_images:
+            raise UserError(
+                f"{folder} has no {part}ing images of {few(sorted(lacking))}: add some, or remove "
+                "the class"
+            )
+    return rows
 
 
 def find_images(folder, left_out):
@@ -110,10 +125,10 @@ def listed(what, names):
 
 def with_a_fifth_for_testing(rows):
     """Draws a fifth of each class for testing, or at least one image, and always the same."""
-    rng, drawn, classes = random_at(0, "test"), [], {}
-    for row in sorted(rows):
-        classes.setdefault(row[0], []).append(row)
-    for of_class in classes.values():
+    rng = random_at(0, "test")
+    drawn = []
+    for _, of_class in groupby(rows, lambda row: row[0]):
+        of_class = [*of_class]
         tested = max(1, len(of_class) // 5)
         for i, row in zip(rng.permutation(len(of_class)), of_class):
             drawn.append(("test" if i < tested else "train", *row))
@@ -151,6 +166,7 @@ def pixels(file, image_size):
     with Image.open(file, formats=FORMATS) as image:
         if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
             raise ValueError("several pages or frames")
+        # A colour image of 16 bits has the mode RGB, too, but its tile says how it is stored
         if image.mode.startswith(("I", "F")) or ";16" in str(image.tile):
             raise ValueError("more than 8 bits per channel, on an unknown scale")
         image = ImageOps.exif_transpose(image)  # photographs say which side is up

@@ -1,12 +1,11 @@
 """The models: image classifiers, each an nn.Module with .features and .classifier.
 
     model = build("cnn", shape=(1, 28, 28), classes=10)
-    logits = model.classifier(model.features(x))      # the same as model(x)
+    logits = model(x)           # in float32 the same as model.classifier(model.features(x))
 
 Their input is images, float32 [N, channels, height, width] in -1..1.
 """
 
-from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from textwrap import shorten
@@ -39,22 +38,21 @@ class Classifier(nn.Module):
         self.features, self.classifier, self.dim = features, classifier, dim
 
     def encode(self, x):
-        with autocast(self, x):
+        with in_precision(self, x):
             return self.features(x)
 
     def forward(self, x):
-        with autocast(self, x):
-            return self.classifier(self.encode(x)).float()  # for the loss
+        z = self.encode(x)
+        with in_precision(self, x):
+            return self.classifier(z).float()  # for the loss
 
 
-def autocast(model, x):
-    """The context of a model's forward pass on x. Without bfloat16 it changes nothing.
+def in_precision(model, x):
+    """The context of a model's forward pass on x, which computes in bfloat16 if the model says so.
 
     It is the forward pass's alone, because FedIIR computes gradients inside of its loss.
     """
-    if model.precision == "bfloat16":
-        return torch.autocast(x.device.type, torch.bfloat16)
-    return nullcontext()
+    return torch.autocast(x.device.type, torch.bfloat16, model.precision == "bfloat16")
 
 
 def build(name, shape, classes, width=1.0, dropout=0.0, pretrained="", pooled=True):

@@ -70,8 +70,8 @@ def start(work, count):
                 pass
             return pickle.loads((folder / "result0").read_bytes())
         except ProcessExitedException as e:
-            for error in folder.glob("error*"):
-                raise pickle.loads(error.read_bytes()) from None
+            if errors := [*folder.glob("error*")]:
+                raise pickle.loads(errors[0].read_bytes()) from None
             raise ChildProcessError(
                 f"a process was ended by {e.signal_name or 'sys.exit'}: if memory is short, use "
                 "fewer --processes"
@@ -85,7 +85,9 @@ def start(work, count):
 def _rank(rank, work, count, folder):
     """Connects this rank, runs work(), and leaves its result or error in the folder."""
     global RANK, COUNT, LOCAL_RANK, MEETING
-    RANK, LOCAL_RANK, COUNT, MEETING = rank, rank, count, str(folder / "meeting")
+    RANK = LOCAL_RANK = rank
+    COUNT = count
+    MEETING = str(folder / "meeting")
     for ends in (signal.SIGINT, signal.SIGTERM):  # at once, and so does the parent's death
         signal.signal(ends, signal.SIG_DFL)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -157,12 +159,12 @@ def barrier():
     exchange(None)
 
 
-def agree(facts, when, advice):
+def agree(facts, advice):
     """Raises UserError if the ranks differ in these facts, so that they would not fit together."""
     others = exchange(facts)
     names = [name for name in facts if any(other.get(name) != facts[name] for other in others)]
     if names:
-        raise UserError(f"{when}the processes differ in their {' and '.join(names)}: {advice}")
+        raise UserError(f"the processes differ in their {' and '.join(names)}: {advice}")
 
 
 def say(text):
@@ -180,7 +182,8 @@ def share_out(sizes):
     The largest piece goes first, and each goes to the rank with the least work, or the first of
     those with equal work.
     """
-    load, mine = [0] * COUNT, []
+    load = [0] * COUNT
+    mine = []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         rank = load.index(min(load))
         load[rank] += sizes[i]

@@ -121,11 +121,15 @@ def by_class(labels, partition, classes, clients, rng):
     """
     every = list(range(classes))
     if partition == "specialists":
-        ones, others = [[k % classes] for k in range(3 * clients // 4)], every
+        ones = [[k % classes] for k in range(3 * clients // 4)]
+        others = every
     else:
-        ones, others = [[c] for c in every[-RARE:]], every[:-RARE]
-    wanted, size = ones + [others] * (clients - len(ones)), len(labels) // (2 * clients)
-    parts, left = {}, shuffled(torch.arange(len(labels)), rng)
+        ones = [[c] for c in every[-RARE:]]
+        others = every[:-RARE]
+    wanted = ones + [others] * (clients - len(ones))
+    size = len(labels) // (2 * clients)
+    parts = {}
+    left = shuffled(torch.arange(len(labels)), rng)
     # Those who want many classes come first. The others would take the first samples of their class
     for k in sorted(range(clients), key=lambda k: -len(wanted[k])):
         mine = left[torch.isin(labels[left], torch.tensor(wanted[k]))][:size]
@@ -134,7 +138,8 @@ def by_class(labels, partition, classes, clients, rng):
                 f"--partition {partition} takes {size} samples of the classes {wanted[k]} for a "
                 f"client (rare needs more than {RARE} classes): change --clients or --partition"
             )
-        parts[k], left = mine, left[~torch.isin(left, mine)]
+        parts[k] = mine
+        left = left[~torch.isin(left, mine)]
     return [parts[k] for k in range(clients)]
 
 
@@ -153,10 +158,10 @@ def hold_out(clients, share, rng):
     return train, test
 
 
-def label_counts(data, clients):
+def count_labels(data, clients):
     """How many samples of each class each client holds, float32 [clients, classes]."""
     classes = len(data.classes)
-    counts = [torch.bincount(data.y[samples], minlength=classes) for samples in clients]
+    counts = [data.y[samples].bincount(minlength=classes) for samples in clients]
     return torch.stack(counts).float()
 
 
@@ -207,15 +212,17 @@ def silos(data, pool, numbers, size, seed):
             f"the domains have {available.tolist()}"
         )
 
-    def take(source, size=None):
-        mixed = [shuffled(source[data.domain[source] == d], rng) for d in domains]
-        size = size or min(len(m) // k for m, k in zip(mixed, numbers) if k)
-        parts = []
-        for m, k in zip(mixed, numbers):
-            parts += m[: k * size].view(k, size)
-        return parts
+    def of_domains(samples):
+        return [shuffled(samples[data.domain[samples] == d], rng) for d in domains]
 
-    return take(pool, size), take(data.test)
+    to_train = of_domains(pool)
+    to_test = of_domains(data.test)
+    tested = min(len(samples) // k for samples, k in zip(to_test, numbers) if k)
+    train, test = [], []
+    for d, k in enumerate(numbers):
+        train += to_train[d][: k * size].view(k, size)
+        test += to_test[d][: k * tested].view(k, tested)
+    return train, test
 
 
 def divide(data, pool, partition, clients, alpha, seed):
@@ -223,13 +230,14 @@ def divide(data, pool, partition, clients, alpha, seed):
 
     Raises UserError if the clients are too many or too few.
     """
-    rng, labels = random_at(seed, "split"), data.y[pool]
+    rng = random_at(seed, "split")
+    labels = data.y[pool]
     if not clients and partition == "domain":
         clients = len(data.domain[pool].unique())
     clients = clients or max(1, min(100, len(pool) // MEAN_SIZE))
     if len(pool) < clients * MIN_SIZE:
         raise UserError(
-            f"{clients} clients need {MIN_SIZE} samples each, and there are {len(pool)}: lower "
+            f"each client needs {MIN_SIZE} samples, and there are {len(pool)} for {clients}: lower "
             "--clients, or add some"
         )
     if partition == "domain":
@@ -257,7 +265,13 @@ def participation(partition, clients, groups, m, k):
     """
     share = 0.4 if partition in ("dirichlet", "iid", "shards") else 1.0
     m = m or max(1, round(share * clients))
-    k = k or min(m, {"silos": m, "domain": groups}.get(partition, max(2, m // 4)))
+    if not k:
+        k = max(2, m // 4)
+        if partition == "silos":
+            k = m
+        if partition == "domain":
+            k = groups
+        k = min(k, m)
     if m > clients:
         raise UserError(f"--participating {m} is more than the {clients} clients: lower it")
     if k > m:
@@ -317,12 +331,13 @@ def make_clients(
     groups = [""] * len(held)
     if partition in ("domain", "silos"):
         groups = [data.domains[data.domain[samples[0]]] for samples in held]
-    smallest, name = min(zip(map(len, held), groups))
-    if smallest < MIN_SIZE:
-        raise UserError(
-            f"a client {name and f'of {name} '}has {smallest} samples, and needs {MIN_SIZE}: lower "
-            "--clients or --silos, raise --silo-size, add samples, or take its folder away"
-        )
+    for samples, name in zip(held, groups):
+        if len(samples) < MIN_SIZE:
+            whose = f"a client of {name}" if name else "a client"
+            raise UserError(
+                f"{whose} has {len(samples)} samples, and needs {MIN_SIZE}: lower --clients or "
+                "--silos, raise --silo-size, or add samples (or remove a domain with so few)"
+            )
     if not all(map(len, test)) and (held_out or not len(ood)):
         raise UserError("a client would have nothing to test on: raise --held-out or --silo-size")
     n = len(train)
@@ -336,4 +351,4 @@ def make_clients(
     if partition == "rare":
         tests["rare"] = ood[data.y[ood] >= len(data.classes) - RARE]
     tests = {name: positions for name, positions in tests.items() if len(positions)}
-    return Clients(train, test, m, k, groups, tests, label_counts(data, train))
+    return Clients(train, test, m, k, groups, tests, count_labels(data, train))

@@ -127,15 +127,23 @@ class Trainer:
         rounds=None,
         progress=lambda t, share: None,
     ):
-        self.x, self.y, self.labels = data.x.to(device), data.y.to(device, copy=True), data.y
+        self.x = data.x.to(device)
+        self.y = data.y.to(device, copy=True)
+        self.labels = data.y
         self.classes = len(data.classes)
-        self.clients, self.device = clients, torch.device(device)
+        self.clients = clients
+        self.device = torch.device(device)
         self.model = model.to(device, memory_format=torch.channels_last)
         self.model.precision = precision
-        self.local, self.seed = local or LocalTraining(), seed
-        self.evaluate_every, self.rounds, self.progress = evaluate_every, rounds, progress
+        self.local = local or LocalTraining()
+        self.seed = seed
+        self.evaluate_every = evaluate_every
+        self.rounds = rounds
+        self.progress = progress
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        self.samples, self.megabytes, self.t = 0, 0.0, 0
+        self.samples = 0
+        self.megabytes = 0.0
+        self.t = 0
         self.passes = Passes()  # through the features, so a batch counts as often as it is used
         getattr(model, "features", model).register_forward_pre_hook(self.passes)
         most = 5_000_000 // data.x[0, 0].numel()  # by pixels: 99 images of 224 x 224
@@ -189,15 +197,15 @@ class Trainer:
         mine = self._mine(theta, selected, [len(self.clients.train[k]) for k in selected])
         weights = theta.new_zeros(len(selected), len(theta))
         losses = theta.new_zeros(len(selected))
-        samples = torch.zeros(len(selected), dtype=torch.long)
+        self.passes.samples = 0
         for i in mine:
             k = int(selected[i])
             self._load(theta)
             self.model.train()
             fixed = [buffer.clone() for buffer in self._not_sent()]
-            self.passes.samples = 0
             own = self._own(per_client, k)
-            batches, optimizer = self._batches(k, t), self._optimizer(t)
+            batches = self._batches(k, t)
+            optimizer = self._optimizer(t)
             with seeded(self.device, self.seed, "dropout", t, k):  # the same on any process
                 loss = client_update(self.model, batches, optimizer, **own, **options)
             if not all(map(torch.equal, self._not_sent(), fixed)):
@@ -205,15 +213,16 @@ class Trainer:
                     "training changes a buffer that is not of floating-point numbers, which no "
                     "client sends: register it as float32"
                 )
-            weights[i], losses[i] = get_weights(self.model), self._mean_loss(loss)
-            samples[i] = self.passes.samples
+            weights[i] = get_weights(self.model)
+            losses[i] = self._mean_loss(loss)
             self.progress(t, 1 / len(mine))
-        for table in (weights, losses, samples):  # of which the other processes have other rows
+        samples = torch.tensor([self.passes.samples])
+        for table in (weights, losses, samples):  # the other processes have trained the others
             ranks.add_up(table)
-        self.count(selected, 0, 2 * len(theta) if sent is None else 2 * sent)
-        self.samples += int(samples.sum())
-        norms = weights.norm(dim=1) + losses  # infinite before the weights are
-        diverged = selected[~norms.isfinite().cpu()]
+        self.count(selected, numbers=2 * (len(theta) if sent is None else sent))
+        self.samples += int(samples)
+        sums = weights.norm(dim=1) + losses  # a norm adds up squares, so it is infinite early
+        diverged = selected[~sums.isfinite().cpu()]
         if len(diverged):
             raise RunError(f"client {diverged[0]} diverged in round {t}: {self._advice()}")
         return weights, losses
@@ -241,13 +250,14 @@ class Trainer:
         Returns for each of these tensors the results of the K clients, [K, ...]. Raises RunError if
         one is not finite.
         """
-        mine, results = self._mine(theta, ids, [len(samples[k]) for k in ids]), {}
-        for i in mine:
+        results = {}
+        for i in self._mine(theta, ids, [len(samples[k]) for k in ids]):
             k = int(ids[i])
             self._load(theta)
             self.model.eval()
             pieces = samples[k].to(self.device).split(self.chunk)
-            batches, own = (self.batch(piece) for piece in pieces), self._own(per_client, k)
+            batches = (self.batch(piece) for piece in pieces)
+            own = self._own(per_client, k)
             with seeded(self.device, self.seed, "evaluation", t, k):
                 found = function(self.model, batches, **own, **options)
             results[i] = found if isinstance(found, tuple) else (found,)
@@ -264,7 +274,8 @@ class Trainer:
         """
         self._load(theta)
         self.model.eval()
-        batches, results = samples.to(self.device).split(self.chunk), {}  # all in one copy
+        batches = samples.to(self.device).split(self.chunk)  # all in one copy
+        results = {}
         for i in self._mine(theta, range(len(batches)), [len(batch) for batch in batches]):
             x, y = self.batch(batches[i])
             with seeded(self.device, self.seed, "prediction", i):  # for dropout that is always on
@@ -293,7 +304,8 @@ class Trainer:
 
     def _ids(self, selected):
         """These clients as int64 [K]. Raises UserError if they are no ids of participating ones."""
-        ids, m = torch.as_tensor(selected), self.clients.participating
+        ids = torch.as_tensor(selected)
+        m = self.clients.participating
         if len(ids) and (ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 1):
             raise UserError(f"clients are ids, int64 [K], and not {ids.dtype} {[*ids.shape]}")
         if ((ids < 0) | (ids >= m)).any():
@@ -309,8 +321,8 @@ class Trainer:
         if ranks.COUNT > 1:
             checksum = theta.contiguous().view(torch.int32).sum().item()
             facts = {"clients": [int(k) for k in ids], "weights": checksum}
-            when = f"in or after round {self.t} "
-            ranks.agree(facts, when, "draw with random_at, read no clock, and train in each one")
+            advice = "draw with random_at, read no clock, and train in each one"
+            ranks.agree(facts, f"{advice} (in or after round {self.t})")
         return ranks.share_out(sizes)
 
     def _own(self, per_client, k):
@@ -322,9 +334,11 @@ class Trainer:
 
     def _not_sent(self):
         """The buffers that are not in theta, but for batch norm's counters, which nobody uses."""
-        named = self.model.named_buffers()
-        named = [(name, b) for name, b in named if not name.endswith("num_batches_tracked")]
-        return [buffer for _, buffer in named if not buffer.is_floating_point()]
+        return [
+            buffer
+            for name, buffer in self.model.named_buffers()
+            if not buffer.is_floating_point() and not name.endswith("num_batches_tracked")
+        ]
 
     def _finite(self, results):
         """The same results. Raises RunError if one is not finite."""
@@ -345,7 +359,8 @@ class Trainer:
             raise UserError("client_update returns no number: return the mean loss") from e
 
     def _optimizer(self, t):
-        local, parameters = self.local, self.model.parameters()
+        local = self.local
+        parameters = self.model.parameters()
         shared = {
             "lr": local.lr * local.lr_decay ** max(0, t - 1),
             "weight_decay": local.weight_decay,
@@ -360,7 +375,8 @@ class Trainer:
 
         An epoch's last slice may be smaller.
         """
-        samples, local = self.clients.train[k], self.local
+        samples = self.clients.train[k]
+        local = self.local
         rng = random_at(self.seed, "batches", t, k)
         epochs = local.epochs
         if local.steps:

@@ -510,7 +510,7 @@ fediir --test-domain mono --dataset glyphs --model resblocks -> another gradient
 fediir --dataset some/folder --model convnet --clients 4 -> --test-domain is missing
 minimax_select --clients 3 -> 2000 samples of the classes [7] for a client
 minimax_select --dataset colours --clients 2 --partition rare -> rare needs more than 3 classes
-fedavg --partition iid --clients 1201 -> 1201 clients need 10 samples each, and there are 12000
+fedavg --partition iid --clients 1201 -> needs 10 samples, and there are 12000 for 1201
 fedavg --local-steps 3 --local-epochs 3 -> --local-steps takes the place of --local-epochs
 fediir --partition domain --clients 1 --dataset glyphs -> --clients 1 is fewer than the
 fedavg --clients 9 --sample 5 -> --sample 5: only 4 of 9 clients participate; lower it, or raise
@@ -653,7 +653,7 @@ def test_what_a_copy_yields_is_converted_or_named(new_run, tmp_path, capsys):
             run.record(missing, {})
     for wrong in (np.float64(0.5), lambda: 0):
         with pytest.raises(UserError, match="something else than numbers and tensors"):
-            runs.packed(state | {"mine": wrong})
+            runs.copied(state | {"mine": wrong}, "cpu")
 
 
 def test_a_repeated_round_has_the_same_model(new_run):

@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_refused(tiny):
     with pytest.raises(UserError, match=r"'silo' is none of dirichlet, .*, silos$"):
         make_clients(tiny, 0, "silo")
     for few, test, held_out, says in (
-        (7, tiny.test, None, "of few has 7 samples, and needs 10: .* take its folder away"),
+        (7, tiny.test, None, "of few has 7 samples, and needs 10: .* remove a domain with so few"),
         (30, tiny.test[:0], 0, "nothing to test on: raise --held-out"),
     ):
         domain = (torch.arange(180) >= few).long()

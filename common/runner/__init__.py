@@ -37,13 +37,17 @@ def launch(main):
         ranks.disconnect()
         return
     except UserError as e:
-        code, error = 2, e
+        code = 2
+        error = e
     except OSError as e:
-        code, error = 1, e
+        code = 1
+        error = e
     except KeyboardInterrupt as e:
-        code, error = 130, e
+        code = 130
+        error = e
     except (RuntimeError, MemoryError) as e:
-        code, error = 1, "another process has ended, so this one stops"
+        code = 1
+        error = "another process has ended, so this one stops"
         if "memory" in str(e):
             error = "memory is short: lower --image-size, --batch-size or --processes"
         elif "gloo" not in str(e):

@@ -84,19 +84,7 @@ def run(args, federate, label, baselines, example, build=build_model):
     the others are run and shown nevertheless. (Without the method's run there is none of its
     baselines, because nobody knows how many rounds they have.)
     """
-    if args.method not in METHODS:
-        label = args.method  # of a copy in a file of its own
-    sides = [changed(args, name=args.name or label)]  # a baseline resumed alone keeps its name
-    for name, own in baselines.items():
-        if args.compare and any(getattr(args, flag) != value for flag, value in own.items()):
-            side = changed(args, **own, name=name, compare=False)
-            side.out += f"-{name.lower().replace(' ', '-')}"
-            if side.iterations == 1:  # in UEFL this is one long iteration
-                side.rounds += (args.iterations - 1) * args.later_rounds
-            sides.append(side)
-    names = [side.name for side in sides]
-    if len({name.lower() for name in names}) < len(names):
-        raise UserError(f"two rows have one name: {', '.join(names)}")
+    sides = sides_of(args, label, baselines)
     if ranks.LOCAL_RANK:  # the first one may download the data
         ranks.barrier()
     dataset = data.load(args.dataset, args.data_dir, args.image_size)
@@ -111,11 +99,11 @@ def run(args, federate, label, baselines, example, build=build_model):
     if args.test_domain == "all":
         domains = data_of(args.seeds[0]).domains or domains
     plans = plans_of(sides, args.seeds, domains)
-    ranks.agree({"seeds": args.seeds}, "", "start all alike")
+    ranks.agree({"seeds": args.seeds}, "start all alike")
     for method, *_ in plans[: len(domains)]:  # finds mistakes before anything is written
         clients, _ = assemble(method, data_of(method.seed), build)
         held = clients.label_counts[: clients.participating].sum(0)
-        if untrained := [dataset.classes[c] for c in torch.nonzero(held == 0)]:
+        if untrained := [name for name, n in zip(dataset.classes, held) if not n]:
             say(f"no participating client has samples of {few(untrained)}")
         if clients.participating < 2:
             say("only one client participates, so all selections are one: raise --participating")
@@ -124,33 +112,16 @@ def run(args, federate, label, baselines, example, build=build_model):
             runs.check_free(Path(side.out))
 
     count = ranks.how_many(args.processes, args.device, clients.per_round)
-    several = len(plans) > 1
-    is_alone = count == 1 and not several and len(sides) == 1
-    found, failed = {}, []
+    whole = args if len(plans) > 1 else None
+    # Each run has processes of its own, so that nothing that it keeps goes to the next one
+    forks = count > 1 or (count == 1 and len(plans) * len(sides) > 1)
+
+    def one(own):
+        work = partial(run_one, own, federate, data_of(own.seed), build, whole)
+        return ranks.start(work, count) if forks else work()
+
     try:
-        for plan in plans:
-            stop = None
-            for own in plan:
-                own.stop = stop
-                try:
-                    whole = args if several else None
-                    one = partial(run_one, own, federate, data_of(own.seed), build, whole)
-                    # In processes of its own, so that nothing that it keeps goes to the next one
-                    run = ranks.start(one, count) if count and not is_alone else one()
-                except Exception as e:
-                    # A full disk is a plain OSError. All of torchrun's ranks meet a RunError
-                    ends_all = type(e) is OSError or ranks.COUNT > 1 or not several
-                    if ends_all and not isinstance(e, RunError):
-                        raise
-                    if not isinstance(e, UserError | OSError):
-                        traceback.print_exc()
-                    *_, why = str(e).strip().split("\n")  # below the traceback of another process
-                    failed.append(f"{own.out}: {why}")
-                    if own is plan[0]:  # nobody knows how many rounds its baselines would have
-                        break
-                else:
-                    found.setdefault(own.name, []).append(run)
-                    stop = run.t  # a baseline stops when the method has stopped
+        found, failed = run_all(plans, one)
         if found:
             first, *others = found  # the first baseline is the last row, and all compare with it
             table.report({name: found[name] for name in (first, *reversed(others))})
@@ -168,6 +139,50 @@ def run(args, federate, label, baselines, example, build=build_model):
     if failed and not ranks.RANK:  # which still draws when another one of torchrun's has ended
         raise UserError("; ".join(failed))
     return found
+
+
+def sides_of(args, label, baselines):
+    """The flags of the method, and of each baseline that changes something."""
+    if args.method not in METHODS:
+        label = args.method  # of a copy in a file of its own
+    sides = [changed(args, name=args.name or label)]  # a baseline resumed alone keeps its name
+    for name, own in baselines.items():
+        if args.compare and any(getattr(args, flag) != value for flag, value in own.items()):
+            side = changed(args, **own, name=name, compare=False)
+            side.out += f"-{name.lower().replace(' ', '-')}"
+            if side.iterations == 1:  # in UEFL this is one long iteration
+                side.rounds += (args.iterations - 1) * args.later_rounds
+            sides.append(side)
+    if len({side.name.lower() for side in sides}) < len(sides):
+        raise UserError(f"two rows have one name: {', '.join(side.name for side in sides)}")
+    return sides
+
+
+def run_all(plans, one):
+    """Runs all plans by one(flags). Returns label -> runs, and a line for each run that failed."""
+    found = {}
+    failed = []
+    for plan in plans:
+        stop = None
+        for own in plan:
+            own.stop = stop
+            try:
+                run = one(own)
+            except Exception as e:
+                # A full disk is a plain OSError. All of torchrun's ranks meet a RunError
+                ends_all = type(e) is OSError or ranks.COUNT > 1 or len(plans) == 1
+                if ends_all and not isinstance(e, RunError):
+                    raise
+                if not isinstance(e, UserError | OSError):
+                    traceback.print_exc()
+                why = str(e).strip().split("\n")[-1]  # below another process's traceback
+                failed.append(f"{own.out}: {why}")
+                if own is plan[0]:  # nobody knows how many rounds its baselines would have
+                    break
+            else:
+                found.setdefault(own.name, []).append(run)
+                stop = run.t  # a baseline stops when the method has stopped
+    return found, failed
 
 
 def run_one(own, federate, dataset, build, whole):
@@ -193,11 +208,18 @@ def run_one(own, federate, dataset, build, whole):
             own.evaluate_every, run.total, progress,
         )  # fmt: skip
         if run.rows:
-            vars(trainer).update({name: run.rows[-1].get(name, 0) for name in trainer.cost()})
+            trainer.samples = run.rows[-1].get("samples", 0)
+            trainer.megabytes = run.rows[-1].get("megabytes", 0)
         try:
             return federate(own, clients, trainer, **state)
         except TypeError as e:
             raise UserError(f"{e}: its parameters after trainer are what it yields as state") from e
+
+    def rehearse(before, *of_round):
+        old = runs.weights_in(before).clone()  # federate() may change it in place
+        again = begin(*assemble(own, dataset, build), before, lambda t, share: run.progress(t, 0))
+        chance.seed_all(own.seed, "round", run.t + 1)
+        compare_rounds(old, of_round, next(iter(again), ({}, {})))
 
     try:
         if not run.rows:
@@ -206,15 +228,10 @@ def run_one(own, federate, dataset, build, whole):
         chance.seed_all(own.seed, "round", run.t + 1)
         for i, (state, row) in enumerate(rounds, 1):
             if i == 1:
-                copy = runs.packed(state)
+                copy = runs.copied(state, device)
             if i == 2:
-                before, copy = runs.unpacked(copy, device), None  # a table may be large
-                old = runs.weights_in(before).clone()
-                waits = lambda t, share: run.progress(t, 0)  # noqa: E731
-                again = begin(*assemble(own, dataset, build), before, waits)
-                chance.seed_all(own.seed, "round", run.t + 1)
-                compare_rounds(old, (state, row), next(iter(again), ({}, {})))
-                del before, again
+                rehearse(copy, state, row)
+                copy = None  # a table may be large
             run.record(state, row)
             if run.t == own.stop:
                 break
@@ -237,12 +254,14 @@ def compare_rounds(old, first, second):
     there the weights may differ by a hundredth of what the round has changed.
     """
     (state, row), (other, other_row) = first, second
-    w, there = runs.weights_in(state), runs.cells(other_row)
+    w = runs.weights_in(state)
     may_differ = 0.01 * (w - old).norm() if w.is_cuda else 0.0
-    here = {} if w.is_cuda else runs.cells(row)
-    differ = [column for column in here if here[column] != there.get(column)]
+    differ = []
     if not other or (w - runs.weights_in(other)).norm() > may_differ:
-        differ = ["model", *differ]
+        differ.append("model")
+    if not w.is_cuda:
+        here, there = runs.cells(row), runs.cells(other_row)
+        differ += [column for column in here if here[column] != there.get(column)]
     # In all processes, or the others would wait
     if differ := max(ranks.exchange(differ), key=len):
         raise UserError(
@@ -271,13 +290,11 @@ def changed(args, **changes):
 def verdict(runs, prediction, shows_in):
     """Prints what the idea predicts for the example, and what these runs gave."""
     label, baseline, *_ = runs
-    found, holds = [], True
+    found = []
+    holds = True
     for column, side in shows_in.items():
-        here, there = (
-            round(np.mean([table.score(run, column) for run in runs[name]]), 1)
-            for name in (label, baseline)
-        )
-        # What is printed as equal is a tie
+        scores = [[table.score(run, column) for run in runs[name]] for name in (label, baseline)]
+        here, there = np.mean(scores, axis=1).round(1)  # what is printed as equal is a tie
         holds = holds and (here > there if side == "above" else here < there)
         found.append(f"{column} is {here:.1f} ({label}) and {there:.1f} ({baseline})")
     print(f"\nPrediction: {prediction}.\nThis run: {', '.join(found)}.", end=" ")

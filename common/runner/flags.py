@@ -18,7 +18,6 @@ from common.splits import PARTITIONS
 # Flags that move no number: where a run computes, and where its files lie. The images of a folder
 # are compared by their fingerprint
 OF_A_MACHINE = {"resume", "out", "device", "processes", "data_dir", "dataset", "compare"}
-ANEW = "start a new run, or if it is one seed of several, delete its folder and resume"
 NEEDS = {  # flag -> the values of another flag with which it changes anything
     "dirichlet": ("partition", ["dirichlet"]),
     "silos": ("partition", ["silos"]),
@@ -165,6 +164,7 @@ def parse(file, doc, settings, small, own_flags, argv=None):
     if any(not word or word.endswith("=") for word in argv):
         raise UserError("a flag's value is empty: give one, or leave the flag out")
     method = Path(file).stem
+    example = next(iter(settings))
     about = doc.strip().split("\n\n")[0]
     parser = Parser(
         prog=f"{method}.py",
@@ -175,7 +175,7 @@ def parse(file, doc, settings, small, own_flags, argv=None):
         description=f"{about} The defaults depend on the data set, and are the paper's if the "
         "paper uses it: `--dataset mnist --help` shows those.",
     )
-    add_shared_flags(parser, next(iter(settings)))
+    add_shared_flags(parser, example)
     own_flags(parser.add_argument_group("this method").add_argument)
     known = parser._option_string_actions  # --flag -> what argparse knows of it
     given = [known[flag] for word in argv if (flag := word.split("=")[0]) in known]
@@ -186,14 +186,13 @@ def parse(file, doc, settings, small, own_flags, argv=None):
             raise UserError(f"{typed[action.dest]} is given twice: give it once")
     chosen, _ = parser.parse_known_args(argv)  # --dataset, --small and --resume say the defaults
     saved = saved_flags(chosen)
-    defaults = saved or defaults_for(chosen, settings, small)
-    if unknown := [] if saved else [*defaults.keys() - vars(chosen).keys()]:
-        raise UserError(f"SETTINGS has {few(unknown)}, which no flag is called")
-    parser.set_defaults(**defaults)
+    parser.set_defaults(**(saved or defaults_for(chosen, settings, small)))
     parser.add_argument("-h", "--help", action="help", help="show this text")  # with these defaults
     args = parser.parse_args(argv)
-    args.resume, args.seeds = saved.get("out"), list(dict.fromkeys(args.seeds))
-    args.method, args.code = method, code_of(file, args.pretrained)
+    args.resume = saved.get("out")
+    args.seeds = list(dict.fromkeys(args.seeds))
+    args.method = method
+    args.code = code_of(file, args.pretrained)
     if saved:
         if args.precision == "auto":  # the run began with what this meant there
             args.precision = saved["precision"]
@@ -201,9 +200,10 @@ def parse(file, doc, settings, small, own_flags, argv=None):
     else:
         infer_partition(args, typed)
         refuse_useless(args, typed)
-        args.local_epochs = None if args.local_steps else args.local_epochs
-        may_be_typed = {*OF_A_MACHINE, "seeds", "precision"}
-        args.is_example = args.dataset == next(iter(settings)) and not typed.keys() - may_be_typed
+        if args.local_steps:
+            args.local_epochs = None
+        changed = typed.keys() - OF_A_MACHINE - {"seeds", "precision"}
+        args.is_example = args.dataset == example and not changed
     name = f"{method}-{Path(args.dataset).stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     args.out = str(Path(args.out or f"runs/{name}"))
     return args
@@ -226,8 +226,10 @@ def code_of(file, weights=""):
     weights  a file that has a hash, too, if there is one
     """
     files = {file, *own_modules(), *map(str, Path(__file__).parents[1].rglob("*.py"))}
+    if isfile(weights):
+        files.add(weights)
     found = {}
-    for f in sorted({*files, *filter(isfile, [weights])}):
+    for f in sorted(files):
         code = Path(f).read_bytes()
         if f.endswith(".py"):
             lines = [line.rstrip() for line in code.splitlines()]
@@ -245,12 +247,19 @@ def defaults(method, words=""):
 
 
 def defaults_for(chosen, settings, small):
-    """The defaults of the chosen data set. Raises UserError if --small does not fit it."""
+    """The defaults of the chosen data set.
+
+    Raises UserError if --small does not fit it, or if a default belongs to no flag.
+    """
     kind = chosen.dataset if chosen.dataset in data.NAMES else "folder"
     defaults = settings.get(kind, settings.get("other", {}))
-    if chosen.small and kind in data.OFFLINE:
-        raise UserError(f"--small: {kind} is small already; leave it out")
-    return {**defaults, **small.get(kind, small["other"])} if chosen.small else defaults
+    if chosen.small:
+        if kind in data.OFFLINE:
+            raise UserError(f"--small: {kind} is small already; leave it out")
+        defaults = defaults | small.get(kind, small["other"])
+    if unknown := [*defaults.keys() - vars(chosen).keys()]:
+        raise UserError(f"SETTINGS has {few(unknown)}, which no flag is called")
+    return defaults
 
 
 def saved_flags(chosen):
@@ -275,28 +284,33 @@ def read_args(folder):
         about = json.loads(file.read_text(encoding="utf-8"))
         return {**about, "flags": dict(about["flags"])}
     except Exception as e:  # there are many types for a file that is damaged
-        raise RunError(f"{file} cannot be read ({first_line(e)}): {ANEW}") from e
+        raise RunError(
+            f"{file} cannot be read ({first_line(e)}): start a new run, or if it is one seed of "
+            "several, delete its folder and resume"
+        ) from e
 
 
 def refuse_others(folder, saved, flags):
     """Raises UserError if what has begun here was run with other flags, or with other code.
 
-    A run may become longer or shorter, by --rounds or by UEFL's --iterations.
+    Returns whether it becomes longer or shorter, by --rounds or by UEFL's --iterations.
     """
     if saved.get("method") != flags["method"]:
         raise UserError(f"{folder} was started by {saved.get('method')}.py: resume it with that")
-    may_change = {*OF_A_MACHINE, "iterations", "stop"}
+    length = {"iterations", "stop"}
     if saved.get("iterations") == 1:
-        may_change.add("rounds")
+        length.add("rounds")
     flags = json.loads(json.dumps(flags, default=str))  # as args.json has them
-    saved, flags = ({**found, **found.get("code", {}), "code": {}} for found in (saved, flags))
-    names = saved.keys() & flags.keys() - may_change
-    names = sorted(name for name in names if saved[name] != flags[name])
-    if names:
+    saved = {**saved, **saved.get("code", {})}  # of code, each file has a name
+    flags = {**flags, **flags["code"]}
+    names = saved.keys() & flags.keys() - OF_A_MACHINE - {"code"}
+    differ = {name for name in names if saved[name] != flags[name]}
+    if others := sorted(differ - length):
         raise UserError(
-            f"{folder} differs in {few(names)}: undo that (for flags see its args.json), or start "
+            f"{folder} differs in {few(others)}: undo that (for flags see its args.json), or start "
             "a new run (another seed may have a folder of its own inside)"
         )
+    return bool(differ)
 
 
 def infer_partition(args, typed):

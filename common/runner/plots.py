@@ -54,7 +54,7 @@ def curves(file, runs):
 
     runs  label -> its runs; drawn are the rounds in which all of them have a number
     """
-    (first, *_), *_ = runs.values()
+    first = next(iter(runs.values()))[0]
     found = []
     for column, measure in MEASURES.items():
         if not measure.title or not any(column in row for row in first.rows):
@@ -66,9 +66,9 @@ def curves(file, runs):
             values = np.array([[of_run[t] for t in at] for of_run in numbers])
             of_labels[label] = at, values * (100 if in_percent(column) else 1)
         found.append((column, measure.title, of_labels))
-    last_of = {row.get("iteration"): row["round"] for row in first.rows}
+    ends = {row.get("iteration"): row["round"] for row in first.rows}  # of UEFL's iterations
     if found:
-        panels(file, found, len(first.classes), sorted(last_of.values())[:-1])
+        panels(file, found, len(first.classes), sorted(ends.values())[:-1])
 
 
 def panels(file, found, classes, ends=()):
@@ -84,8 +84,8 @@ def panels(file, found, classes, ends=()):
                 mean_and_runs(axes, i, at, values, label)
             if any(len(values) > 1 for _, values in of_labels.values()):
                 axes.plot([], color="0.6", lw=0.6, label="each run")
-            for end in ends:
-                label = "words are added" if end == ends[0] else None
+            for i, end in enumerate(ends):
+                label = None if i else "words are added"  # once in the legend
                 axes.axvline(end, color="0.7", lw=0.8, label=label)
             if unit := measure_of(column).unit:
                 name += f" ({unit})"
@@ -112,7 +112,8 @@ def clients(run):
     The bars are the last numbers of PER_CLIENT. Right of the line are the clients that never train,
     with bars of another colour.
     """
-    clients, classes = run.clients, run.classes
+    clients = run.clients
+    classes = run.classes
     n, m = len(clients.train), clients.participating
     bars = {}
     if run.rows:
@@ -125,25 +126,24 @@ def clients(run):
     heights = [0.5 + 0.16 * min(len(classes), 30), *[1] * len(bars)]
     width = np.clip(0.09 * n + 2, 4.5, 10)
     with picture(run.folder / "clients.png", width, 0.9 + 1.1 * sum(heights)) as figure:
-        rows = figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)
-        held, *others = rows[:, 0]
+        all_axes = figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)
+        held, *others = all_axes.flat
         counts = clients.label_counts.T.numpy()
         held.imshow(counts, vmin=0)
-        held.set(
-            title=f"training samples of each class (black: {counts.max():.0f})", ylabel="class"
-        )
+        held.set_title(f"training samples of each class (black: {counts.max():.0f})")
+        held.set_ylabel("class")
         if len(classes) <= 20:
             held.set_yticks(range(len(classes)), classes)
         for axes, (title, values) in zip(others, bars.items()):
             axes.bar(range(len(values)), values, color=COLOURS[0])
             axes.bar(range(m, len(values)), values[m:], color=COLOURS[1])
-            axes.set(title=title)
-        for axes in rows[:, 0]:
+            axes.set_title(title)
+        for axes in all_axes.flat:
             axes.axvline(m - 0.5, color="black", lw=0.8)
-        rows[-1, 0].set(
-            xlabel=f"client (0 to {m - 1} participate{', others never train' * (m < n)})"
-        )
-        rows[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
         if n <= 20 and any(clients.groups):
-            rows[-1, 0].set_xticks(range(n), clients.groups)
-            rows[-1, 0].set(xlabel="client, by its domain")
+            axes.set_xticks(range(n), clients.groups)
+            axes.set_xlabel("client, by its domain")
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            others_do = ", others never train" if n > m else ""
+            axes.set_xlabel(f"client (0 to {m - 1} participate{others_do})")

@@ -32,7 +32,6 @@ SAVE_EVERY = 30  # seconds between two checkpoints
 ON_THE_BAR = {  # column -> its name there
     "train_loss": "loss", "id_accuracy": "ID", "unseen_accuracy": "unseen", "ood_accuracy": "OOD",
 }  # fmt: skip
-LENGTH = "rounds", "iterations", "stop"
 
 
 class Run:
@@ -54,22 +53,26 @@ class Run:
     """
 
     def __init__(self, args, data, clients, model, device, whole=None):
-        self.args, self.clients, self.model, self.folder = args, clients, model, Path(args.out)
+        self.args = args
         self.whole = whole
-        self.checkpoint, self.next = self.folder / "checkpoint.pt", None
-        self.state, self.rows, self.t, self.ended, self.recorded = {}, [], 0, False, {}
+        self.clients = clients
+        self.model = model
         self.classes = data.classes
-        fingerprint = data.fingerprint()
-        self.images = f"{data.name} {data.source or fingerprint}"
-        self.started, self.has_args = time.monotonic(), False
+        self.images = f"{data.name} {data.source or data.fingerprint()}"
+        self.folder = Path(args.out)
+        self.checkpoint = self.folder / "checkpoint.pt"
+        self.next = None  # the file that takes its place when another round has ended
+        self.state = {}
+        self.rows = []
+        self.recorded = {}
+        self.ended = False
+        self.has_args = False
+        self.started = time.monotonic()
         self.save_at = 0.0  # the first round is saved at once
-        self.total = (
-            args.stop or args.rounds + (args.iterations - 1) * args.later_rounds
-        )  # the most
+        self.total = args.stop or args.rounds + (args.iterations - 1) * args.later_rounds
         self.about = {
             "flags": {**vars(args)},
             "clients": [len(clients.train), clients.participating, clients.per_round],  # N, M, K
-            "data": fingerprint,
             "images": self.images,
             "classes": self.classes,
             "shape": [*data.x.shape[1:]],
@@ -79,7 +82,7 @@ class Run:
         if not self.is_new:
             self._take_up(device)
         facts = {flag: value for flag, value in vars(args).items() if flag not in OF_A_MACHINE}
-        ranks.agree({**facts, "data": fingerprint, "round": self.t}, "", "start all alike")
+        ranks.agree({**facts, "data": self.images, "round": self.t}, "start all alike")
         self.machine = machine_in(self.about)
         if self.is_new and not ranks.RANK:
             check_free(self.folder)
@@ -90,31 +93,40 @@ class Run:
             initial=self.t,
             bar_format="{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
             mininterval=0.2 if os.isatty(2) else 60,
-            **({"disable": True} if ranks.RANK else {}),  # else TQDM_DISABLE decides
+            disable=bool(ranks.RANK or os.environ.get("TQDM_DISABLE")),
         )
+
+    @property
+    def t(self):
+        """The last finished round."""
+        return self.rows[-1]["round"] if self.rows else 0
 
     def _take_up(self, device):
         """Goes on from the checkpoint in the folder, if there is one yet."""
-        before, now = read_args(self.folder), self.about
-        saved = {**before["flags"], "data": before["data"]}
-        refuse_others(self.folder, saved, {**vars(self.args), "data": now["data"]})
-        (machine,), *_, then = now["machines"], before["machines"][-1]
-        others = [name for name in machine if machine[name] != then.get(name)]
+        before = read_args(self.folder)
+        saved = {**before["flags"], "data": before["images"]}
+        has_other_length = refuse_others(
+            self.folder, saved, {**vars(self.args), "data": self.images}
+        )
+        machines = self.about["machines"] = before["machines"] + self.about["machines"]
+        then, now = machines[-2:]
+        others = [name for name in now if now[name] != then.get(name)]
         if others:
             say(f"{self.folder} began with another {few(others)}, so its numbers may differ")
-        now["machines"] = before["machines"] + ([machine] if others else [])
+        else:
+            machines.pop()
         rows = []
         with suppress(Exception):  # metrics.csv is damaged, so there is nothing to compare
             rows = read_rows(self.folder)
-        same_length = all(before["flags"][n] == now["flags"][n] for n in LENGTH)
-        if same_length and rows and before.get("finished") == rows[-1]["round"]:
-            self.rows, self.t, self.ended = rows, rows[-1]["round"], True
+        if not has_other_length and rows and before.get("finished") == rows[-1]["round"]:
+            self.rows = rows
+            self.ended = True
             return
         try:
             found = load_tensors(self.checkpoint, device)
-            self.state, self.rows = found["state"], found["rows"]
-            self.t, seconds = self.rows[-1]["round"], self.rows[-1]["seconds"]
-            self.started = time.monotonic() - seconds
+            self.state = found["state"]
+            self.rows = found["rows"]
+            self.started -= self.rows[-1]["seconds"]
         except FileNotFoundError:  # it was stopped in round 2
             pass
         except Exception as e:  # there are many types for a file that is damaged
@@ -122,7 +134,7 @@ class Run:
         # On another machine the last digits may differ
         later = [row for row in rows if row["round"] > self.t]
         self.recorded = {row["round"]: None if others else _cell(row["norm"]) for row in later}
-        done = max(self.t + 1, *self.recorded, 0)
+        done = max([self.t + 1, *self.recorded])
         if done > self.total:
             raise UserError(f"{self.folder} has had {done} rounds: allow as many, or more")
 
@@ -154,97 +166,96 @@ class Run:
                 raise UserError(
                     f"federate() changes args.{flag}: use a variable, or set trainer.local from t"
                 )
-        row, self.state, self.t = {**row, "norm": weights_in(state).norm()}, state, state["t"]
+        row = {**row, "norm": weights_in(state).norm()}
         confusion = row.pop("confusion", None)
         if confusion is not None:
             row |= {"predicted": confusion.sum(0), "hits": confusion.diagonal()}
-        row = {column: value for column, value in row.items() if value is not None}
-        numbers = {column: _plain(value) for column, value in row.items()}
-        if wrong := [column for column in row if numbers[column] is None]:
+        t = state["t"]
+        numbers = {"round": t, "seconds": round(time.monotonic() - self.started, 2)}
+        wrong = []
+        for column, value in row.items():
+            number = _plain(value)
+            if number is not None:
+                numbers[column] = number
+            elif value is not None:
+                wrong.append(column)
+        if wrong:
             say_once(f"\n{few(wrong)} is no number and no list of numbers, so it is left out")
-        row = {column: value for column, value in numbers.items() if value is not None}
-        if self.recorded.get(self.t) not in (None, _cell(row["norm"])):
+        if self.recorded.get(t) not in (None, _cell(numbers["norm"])):
             raise UserError(
-                f"{self.folder}: round {self.t} has another norm than before the run was stopped: "
+                f"{self.folder}: round {t} has another norm than before the run was stopped: "
                 "does federate() yield all that a round needs, and is this the same processor?"
             )
-        # Twice in a row, because rounding may give two models the same norm
-        if [r["norm"] for r in self.rows[-2:]] == 2 * [row["norm"]]:
+        self.state = state
+        self.rows.append(numbers)
+        # Three times in a row, because rounding may give two models the same norm
+        norms = [r["norm"] for r in self.rows[-3:]]
+        if len(norms) == 3 and len({*norms}) == 1:
             say_once("\nthe model is that of the round before")
-        seconds = round(time.monotonic() - self.started, 2)
-        self.rows.append({"round": self.t, "seconds": seconds, **row})
-        self.bar.update(self.t - self.bar.n)
-        shown = {name: row[c] for c, name in ON_THE_BAR.items() if c in row}
+        self.bar.update(t - self.bar.n)
+        shown = {name: numbers[c] for c, name in ON_THE_BAR.items() if c in numbers}
         self.bar.set_postfix(shown, refresh=False)
         if not ranks.RANK:
             self._write(confusion)
 
     def _write(self, confusion):
         """Writes what is new in the folder."""
-        repeats = self.t in self.recorded
         if self.t >= max(self.recorded, default=0):  # else it still repeats rounds
             self._write_args()
             self._write_metrics()
             if confusion is not None:
                 header = ["class", *(f"called {name}" for name in self.classes)]
                 lines = zip(self.classes, *confusion.T.tolist())
-                self._write_whole("confusion.csv", as_csv([header, *lines]))
-        if not repeats:  # so the round before is not the last
-            self._take_its_place()
+                write_whole(self.folder / "confusion.csv", as_csv([header, *lines]))
+        if self.next:  # the round before was not the last one
+            self.next.replace(self.checkpoint)
+            self.next = None
         if time.monotonic() > self.save_at and self.t < self.total:
-            self.save()
-        if repeats:  # at once, so that each program gets on
-            self._take_its_place()
+            content = {"state": self.state, "rows": self.rows}
+            if self.t in self.recorded:  # so there was a next round, and each program gets on
+                write_whole(self.checkpoint, content)
+            else:
+                self.next = write_beside(self.checkpoint, content)
+            self.save_at = time.monotonic() + SAVE_EVERY
 
     def _write_args(self):
         """Claims the folder with the first round, or says what is new since a run was stopped."""
         if self.has_args:
             return
-        self.has_args, text = True, as_json(self.about)
+        self.has_args = True
         if self.whole:
             flags = {**vars(self.whole), "precision": self.args.precision}
             write_whole(Path(self.whole.out) / "args.json", as_json({"flags": flags}))
         if self.is_new:
+            text = as_json(self.about)
             with open(self.folder / "args.json", "x") as file:
                 file.write(text)  # at once, because a kill must not leave an empty file
         else:  # it may be longer now, and is not finished
             (self.folder / "model.pt").unlink(missing_ok=True)
-            self._write_whole("args.json", text)
-
-    def save(self):
-        """Writes the next checkpoint, beside the one to go on from."""
-        self.next = write_beside(self.checkpoint, {"state": self.state, "rows": self.rows})
-        self.save_at = time.monotonic() + SAVE_EVERY
-
-    def _take_its_place(self):
-        """The checkpoint that was written last becomes the one to go on from."""
-        if self.next:
-            self.next.replace(self.checkpoint)
-            self.next = None
-
-    def finish(self):
-        """Saves the model and the picture. Returns this run."""
-        self.bar.close()
-        ranks.agree({"last round": self.t}, "", "end by what they share, and by no clock")
-        if not self.ended and not ranks.RANK:
-            self._write_metrics()  # in its place may be those of more rounds
-            train.set_weights(self.model, weights_in(self.state))
-            weights = {key: t.cpu() for key, t in self.model.state_dict().items()}
-            self._write_whole("model.pt", weights)
-            plots.clients(self)
-            self._write_whole("args.json", as_json(self.about | {"finished": self.t}))
-            if self.next:
-                self.next.unlink()
-        self.state, self.model, self.bar = {}, None, None  # a table of updates may be large
-        return self
+            write_whole(self.folder / "args.json", as_json(self.about))
 
     def _write_metrics(self):
         columns = dict.fromkeys(column for row in self.rows for column in row)
         cells = [[_cell(row.get(column, "")) for column in columns] for row in self.rows]
-        self._write_whole("metrics.csv", as_csv([columns, *cells]))
+        write_whole(self.folder / "metrics.csv", as_csv([columns, *cells]))
 
-    def _write_whole(self, name, content):
-        write_whole(self.folder / name, content)
+    def finish(self):
+        """Saves the model and the picture. Returns this run."""
+        self.bar.close()
+        ranks.agree({"last round": self.t}, "end by what they share, and by no clock")
+        if not self.ended and not ranks.RANK:
+            self._write_metrics()  # in its place may be those of more rounds
+            train.set_weights(self.model, weights_in(self.state))
+            weights = {key: t.cpu() for key, t in self.model.state_dict().items()}
+            write_whole(self.folder / "model.pt", weights)
+            plots.clients(self)
+            write_whole(self.folder / "args.json", as_json(self.about | {"finished": self.t}))
+            if self.next:
+                self.next.unlink()
+        self.state = {}  # a table of updates may be large
+        self.model = None
+        self.bar = None
+        return self
 
 
 def weights_in(state):
@@ -258,22 +269,17 @@ def weights_in(state):
     )
 
 
-def packed(state):
-    """The state as bytes, as a checkpoint has it. Raises UserError if they cannot be read again."""
+def copied(state, device):
+    """The state as a resumed run reads it. Raises UserError if it cannot be written and read."""
+    file = io.BytesIO()
     try:
-        torch.save(state, text := io.BytesIO())
-        text.seek(0)
-        torch.load(text, "meta", weights_only=True)  # quickly, because meta leaves out the numbers
+        torch.save(state, file)
+        file.seek(0)
+        return torch.load(file, device, weights_only=True)
     except (PickleError, AttributeError, TypeError) as e:  # the last two are of a lambda
         raise UserError(
             "federate() yields something else than numbers and tensors in the state: convert it"
         ) from e
-    return text.getvalue()
-
-
-def unpacked(text, device):
-    """The state in these bytes."""
-    return torch.load(io.BytesIO(text), device, weights_only=True)
 
 
 def cells(row):
@@ -293,8 +299,8 @@ def machine_of(device):
 
 def machine_in(about):
     """On which machines a run was, such as torch: "2.11, then 2.14"."""
-    first, *_ = machines = about["machines"]
-    return {name: ", then ".join(dict.fromkeys(m[name] for m in machines)) for name in first}
+    machines = about["machines"]
+    return {name: ", then ".join(dict.fromkeys(m[name] for m in machines)) for name in machines[0]}
 
 
 def check_free(folder):

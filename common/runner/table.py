@@ -40,14 +40,14 @@ def differing(of_names):
 
     of_names  name -> settings; who lacks a setting has nothing to differ in
     """
+    who = {}  # setting -> value, as text -> the names that have it
+    for name, of_name in of_names.items():
+        for setting, value in of_name.items():
+            who.setdefault(setting, {}).setdefault(str(value), []).append(name)
     texts = []
-    for setting in dict.fromkeys(setting for of_name in of_names.values() for setting in of_name):
-        who = {}  # value, as text -> the names that have it
-        for name, of_name in of_names.items():
-            if setting in of_name:
-                who.setdefault(str(of_name[setting]), []).append(name)
-        if len(who) > 1:
-            pairs = [f"{value} ({', '.join(names)})" for value, names in who.items()]
+    for setting, by_value in who.items():
+        if len(by_value) > 1:
+            pairs = [f"{value} ({', '.join(names)})" for value, names in by_value.items()]
             texts.append(f"{setting} {', '.join(pairs)}")
     return "; ".join(texts)
 
@@ -103,12 +103,13 @@ def with_interval(differences, column):
     return f"{mean} ({low} to {high})"
 
 
-def line(name, numbers, domains, text):
-    """A line of the table: means over these test domains. A seed counts if it has all of them.
+def line(name, numbers, text):
+    """A line of the table: means over the test domains. A seed counts if it has all of them.
 
     numbers  (seed, test domain) -> a number for each column
     text     makes one text of the numbers of all seeds
     """
+    domains = [*dict.fromkeys(domain for _, domain in numbers)]
     means = {}  # seed -> means [columns]
     for seed in sorted({seed for seed, _ in numbers}):
         if all((seed, domain) in numbers for domain in domains):
@@ -126,17 +127,18 @@ def table(rows):
     A column that has only a header is left out.
     """
     header = [column + OF_A_RUN[measure_of(column).table] for column in COLUMNS]
-    lines, numbers = [["", "seeds", *header]], {}
+    lines = [["", "seeds", *header]]
+    numbers = {}
     for label, runs in rows.items():
         numbers[label] = {which(run): [score(run, column) for column in COLUMNS] for run in runs}
     *others, last = rows
     for label in others:
-        ours, theirs = numbers[label], numbers[last]
+        ours = numbers[label]
+        theirs = numbers[last]
         both = [at for at in ours if at in theirs]
         numbers[f"{label} - {last}"] = {at: np.subtract(ours[at], theirs[at]) for at in both}
     for label, of_row in numbers.items():
-        domains = [*dict.fromkeys(domain for _, domain in of_row)]
-        lines.append(line(label, of_row, domains, pm if label in rows else with_interval))
+        lines.append(line(label, of_row, pm if label in rows else with_interval))
     columns = [column for column in zip(*lines) if any(column[1:])]
     return list(zip(*columns))
 
@@ -160,8 +162,8 @@ def report(rows):
     *others, last = rows
     theirs = {which(run): end(run) for run in rows[last]}
     for label in others:
-        pairs = [(end(run), theirs[which(run)]) for run in rows[label] if which(run) in theirs]
-        if pairs and all(ours == of_last for ours, of_last in pairs):
+        same = [end(run) == theirs[which(run)] for run in rows[label] if which(run) in theirs]
+        if same and all(same):
             print(f"{label} and {last} end with the same model: does what differs have an effect?")
     if different := unlike(rows):
         print(f"Not the same in all rows: {different}")
