@@ -59,8 +59,10 @@ def minimax(f, given):
 def hull(f, given):
     found = {}
     for name, table in given.items():
-        g, vertices = table["g"], f(tensor(table["g"]), table["dim"])
-        found[name] = sorted({g.index(g[i]) for i in vertices})  # any of several equal rows will do
+        g = table["g"]
+        for dim in table["dims"]:
+            rows = [g[i] for i in f(tensor(g), dim)]
+            found[f"{name}, dim {dim}"] = sorted({g.index(row) for row in rows})  # any equal row
     return found
 
 
@@ -84,7 +86,8 @@ def fediir_gradient(f, given):
 
 
 def fediir_average(f, given):
-    return {"g~": f([tensor(given["gradients"])] * given["rounds"], given["ema"])}
+    gradients = tensor(given["gradients"])
+    return {"g~": f([scale * gradients for scale in given["scales"]], given["ema"])}
 
 
 def uefl(f, given):
@@ -208,9 +211,10 @@ def main():
         line = f", line {frames[-1].lineno}" if frames else ""
         refuse(f"{place}{line}: {says}: it is called as {entry['call']}")
     print("\n".join(lines))
+    print(f"What this assumes: {entry['choice']}")
     wrong = any(": wrong: " in line for line in lines)
     if wrong:
-        print("The steps to the right numbers, in their order:")
+        print(f"It was called as {entry['call']}. The steps to the right numbers, in their order:")
         for step, numbers in entry["steps"].items():
             print(f"  {step}: {json.dumps(numbers):.100}")
     sys.exit(wrong)

@@ -16,24 +16,38 @@ from helpers import ROOT
 import fedavg
 import fediir
 from common.train import averaging_weights
+from convex_hull_select import hull_vertices
 from docs import known_answers
 from docs.known_answers import ANSWERS, array
+from minimax_select import minimax_clients
 
 PAGE = (ROOT / "docs/known_answers.md").read_text()
-SOURCE = Path(known.__file__).read_text()
+LINES = Path(known.__file__).read_text().splitlines()
 
 
-def recomputed(name, old="", new=""):
-    """What tests/known.py says of this entry, after one change of its lines."""
-    assert old in SOURCE, f"tests/known.py has no {old}"
-    names, given = {}, ANSWERS[name]["given"]
-    exec(SOURCE.replace(old, new) if old else SOURCE, names)
-    arrays = "clients", "selected", "y"  # which stay lists, as clients differ in length
-    made = {
-        k: np.array(v) if isinstance(v, list) and k not in arrays else v for k, v in given.items()
-    }
+def mistakes():
+    """What the comments in tests/known.py say, each with the lines that it replaces, by number."""
+    found, what, right = {}, None, None
+    for i, line in enumerate(LINES):
+        if "#     " in line:
+            found.setdefault(what, {})[right] = line.replace("#     ", "")
+        elif line.lstrip().startswith("# "):
+            what = line.strip("# :")
+        else:
+            right = i
+    return found
+
+
+def recomputed(name, what=None):
+    """What tests/known.py says of this entry, as it is or with one of its mistakes."""
+    lines = dict(enumerate(LINES)) | mistakes().get(what, {})
+    names, given = {}, {}
+    exec("\n".join(lines.values()), names)
+    for key, value in ANSWERS[name]["given"].items():
+        as_array = isinstance(value, list) and key not in ("clients", "selected", "y")
+        given[key] = np.array(value) if as_array else value
     with np.errstate(all="ignore"):
-        return names[name](**made)
+        return names[name](**given)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -99,152 +113,41 @@ def test_the_six_files_are_right(name):
 
 # ---------------------------------------------------------------- the mistakes
 
-GRADIENT = "gradient = risk_and_gradient(z, y, weight, bias)\n        distance"
-TABLE = 'np.array(table["g"], float)'
-# What is said of a number, and the line of tests/known.py that changes for it, before and after
-CHANGES = {
-    "fedavg": {
-        "of an unweighted mean": ("np.array(sizes) / sum(sizes)", "np.ones(len(ids)) / len(ids)"),
-        "with n_k / n over all clients": ("/ sum(sizes)", "/ sum(len(y) for x, y in clients)"),
-        "of one model, handed from client to client": (
-            "velocity = server, 0",
-            "velocity = ends[-1] if ends else server, 0",
-        ),
-        "of one optimizer for all clients": ("end, velocity = server, 0", "end = server"),
-        "of losses summed over samples": ("@ x / len(x)", "@ x"),
-        "of one epoch": ("range(epochs)", "range(1)"),
-    },
-    "entropy": {
-        "of H in bits": ("np.log(share)", "np.log2(share)"),
-        "of H / sum of H": ("np.exp(h) / np.exp(h).sum()", "h / h.sum()"),
-        "of a softmax of -H": ("np.exp(h) / np.exp(h)", "np.exp(-h) / np.exp(-h)"),
-        "of H divided by log C": ("row.sum()) for", "row.sum()) / np.log(len(row)) for"),
-        "of n_i exp(H_i)": ("np.exp(h) / np.exp(h)", "(e := counts.sum(1) * np.exp(h)) / e"),
-        "of 0 log 0": (" if share > 0", ""),
-        "not divided by the selected's sum": (" / alpha[selected].sum()", ""),
-    },
-    "minimax": {
-        "of clients compared with themselves": (" if j != i", ""),
-        "of `<= K`": ("range(len(g)), k)", "range(len(g)), k + 1)"),
-        "of the largest S*": ("= min(subsets", "= max(subsets"),
-        "of inner products": (" / length / length[:, None]", ""),
-        "of mean cosines": (
-            "max(s[i, j] for j in range(len(g)) if j != i)",
-            "s[i].sum() - s[i, i]",
-        ),
-        "of weights, 9 before training": (TABLE, f"9 - {TABLE}"),
-        "of S* as a set": (
-            "= np.round(worst, 9)",
-            "= np.round(worst, 9); worst[[w in worst[:i] for i, w in enumerate(worst)]] = 9",
-        ),
-    },
-    "hull": {
-        "of rows not centred": ("g = g - g.mean(0)", "pass"),
-        "of the first coordinates": ("np.linalg.svd(g)[2]", "np.eye(g.shape[1])"),
-        "without a projection": ('[2][: table["dim"]]', "[2]"),
-        "with points on edges and faces": ("[*points[i], 1]", "[*(1.000001 * points[i]), 1]"),
-        "without points that have a copy": (
-            "(points != points[i]).any(1)",
-            "np.arange(len(points)) != i",
-        ),
-        "of weights, 0 before training, or 9 from client 4 on": (
-            TABLE,
-            f"9 * (np.arange(len(table['g'])) > 3)[:, None] - {TABLE}",
-        ),
-        "rows of unit length": (
-            "g = g - g.mean(0)",
-            "g = g / np.linalg.norm(g, axis=1)[:, None]; g = g - g.mean(0)",
-        ),
-    },
-    "fediir": {
-        "without 1/2": ("gamma / 2 *", "gamma *"),
-        "of the norm, not its square": (
-            "global_gradient) ** 2).sum()",
-            "global_gradient) ** 2).sum() ** 0.5",
-        ),
-        "of the mean over Q": ("global_gradient) ** 2).sum()", "global_gradient) ** 2).mean()"),
-        "of a penalty without a gradient": (
-            GRADIENT,
-            GRADIENT.replace("z, y, weight, bias", "z.real, y, weight.real, bias.real"),
-        ),
-        "of a penalty that stops at the features": (GRADIENT, GRADIENT.replace("z,", "z.real,")),
-        "without the bias in the penalty": (
-            "((gradient - ",
-            "((gradient - global_gradient)[:-2] ** 2).sum() #",
-        ),
-    },
-    "fediir_gradient": {"of losses summed over samples": ("share = 1 / len(y)", "share = 1")},
-    "fediir_average": {
-        "of an average never stored": ("average = ema * average", "average = ema * 0"),
-        "with v and 1 - v exchanged": (
-            "ema * average + (1 - ema) * mean",
-            "(1 - ema) * average + ema * mean",
-        ),
-        "of a mean over all batches": ("np.mean(gradients, 0)", "np.mean(batches, 0)"),
-        "of means over a client's batches": (
-            "np.mean(gradients, 0)",
-            "(batches[0] + np.mean(batches[1:], 0)) / 2",
-        ),
-        "of a mean over all samples": ("(gradients, 0)", "(gradients[[0] * 4 + [1] * 6], 0)"),
-        "a start at the first mean": ("np.zeros(len(gradients[0]))", "np.mean(gradients, 0)"),
-    },
-    "uefl": {
-        "of sums": ("** 2).mean()", "** 2).sum()"),
-        "a token's squared norm": ("** 2).mean()", "** 2).sum(-1).mean()"),
-        "with the weights exchanged": (
-            "0.25 * ((c.real - z) ** 2).mean() + 1 *",
-            "1 * ((c.real - z) ** 2).mean() + 0.25 *",
-        ),
-        "without sg": (
-            "c.real - z) ** 2).mean() + 1 * ((c - z.real",
-            "c - z) ** 2).mean() + 1 * ((c - z",
-        ),
-        "with words of others": ("np.where(may_use, distances, np.inf)", "distances"),
-        "of a task that trains words": ("z + (c - z).real", "c"),
-    },
-    "uefl_entropy": {
-        "of single passes": (
-            "[entropy_of(p) for p in mean]",
-            "np.mean([[entropy_of(p) for p in one] for one in softmax(passes)], 0)",
-        ),
-        "of passes without dropout": ("softmax(passes)", "softmax(without_dropout[None])"),
-        "of mean logits": ("softmax(passes).mean(0)", "softmax(passes.mean(0))"),
-        "in bits": ("np.log(share)", "np.log2(share)"),
-    },
-    "uefl_extended": {
-        "of >=": ("e > threshold", "e >= threshold"),
-        "of the mean in place of the smallest": ("min(entropies)", "np.mean(entropies)"),
-    },
-    "uefl_average": {
-        "with clients that may not use a word": ("* uses", "* np.ones_like(uses)"),
-        "divided by all clients' samples": ("np.maximum(n.sum(0), 1)", "sum(sizes)"),
-        "of an unweighted mean": ("sizes[:, None] *", "1 *"),
-    },
-}
 
-MISTAKES = [(name, what) for name, changes in CHANGES.items() for what in changes]
+def known_ones(name):
+    return ANSWERS[name]["choices"] | ANSWERS[name]["wrong"]
 
 
-@pytest.mark.parametrize(("name", "what"), MISTAKES)
+def test_each_mistake_stands_at_a_line():
+    assert {*mistakes()} == {what for name in ANSWERS for what in known_ones(name)}
+
+
+@pytest.mark.parametrize(("name", "what"), [(n, w) for n in ANSWERS for w in known_ones(n)])
 def test_a_changed_line_gives_what_the_mistake_is_said_to_give(name, what):
-    found, entry = recomputed(name, *CHANGES[name][what]), ANSWERS[name]
-    known_ones = entry["choices"] | entry["wrong"]
-    assert known_ones.keys() == CHANGES[name].keys()
-    for asked, number in (entry["answers"] | known_ones[what]).items():
+    found, entry = recomputed(name, what), ANSWERS[name]
+    changed = known_ones(name)[what]
+    for asked, number in (entry["answers"] | changed).items():
         assert known_answers.equal(found[asked], number, 1e-7)
-    for asked in known_ones[what]:
+    for asked in changed:
         right = entry["answers"][asked]
         assert not known_answers.equal(found[asked], right, 10 * entry["tolerance"])
     said = [line for line in known_answers.verdict(entry, found) if not line.endswith(": right")]
-    assert said and all(line.endswith((f"choice: {what}", f"number {what}")) for line in said)
+    assert said
+    for line in said:
+        assert line.endswith((f"choice: {what}", f"number {what}"))
 
 
-@pytest.mark.parametrize(("name", "new"), [("minimax", "-"), ("hull", "-"), ("hull", "9 - ")])
-def test_selections_do_not_see_the_sign_and_the_hull_not_a_shift(name, new):
-    found = recomputed(name, TABLE, new + TABLE)
-    assert {*known_answers.verdict(ANSWERS[name], found)} == {
-        f"{a}: right" for a in ANSWERS[name]["answers"]
-    }
+@pytest.mark.parametrize("change", [lambda g: -g, lambda g: 9 - g])
+def test_the_hull_sees_neither_the_sign_nor_a_shift(change):
+    found = known_answers.hull(
+        lambda g, dim: hull_vertices(change(g), dim), ANSWERS["hull"]["given"]
+    )
+    assert found == ANSWERS["hull"]["answers"]
+
+
+def test_minimax_does_not_see_the_sign():
+    found = known_answers.minimax(lambda g, k: minimax_clients(-g, k), ANSWERS["minimax"]["given"])
+    assert found == ANSWERS["minimax"]["answers"]
 
 
 # ---------------------------------------------------------------- the page and the command
