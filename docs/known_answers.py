@@ -145,7 +145,7 @@ def text(numbers):
 def difference(found, right):
     """How these numbers differ from the right ones, in one line."""
     if found is None:
-        return "None, because no gradient comes here"
+        return "None: nothing was returned, or no gradient comes here"
     found, right = array(found), array(right)
     if found.shape != right.shape or right.size <= 8:
         return f"{text(found)} instead of {text(right)}"
