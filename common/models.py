@@ -19,6 +19,7 @@ OWN = {  # defined here: name -> channels
     "cnn": [32, 64],
     "convnet": [64, 128, 128, 128],
     "resblocks": [128, 256, 512],
+    "resnet18-cifar": [64, 64, 128, 256, 512],
 }
 TORCHVISION = {"resnet18": 512, "resnet50": 2048, "vgg16": 512}  # name -> hidden units
 NAMES = [*OWN, *TORCHVISION]
@@ -58,8 +59,12 @@ def in_precision(model, x):
 def build(name, shape, classes, width=1.0, dropout=0.0, pretrained="", pooled=True):
     """The model called `name` for images of `shape` (channels, height, width).
 
-    width       multiplies the channels of the models defined here (not of torchvision's), rounded
-                to multiples of 8
+    name        in OWN or TORCHVISION. torchvision's ResNet-18 has a stem for 224 pixels, which
+                shrinks an image to a quarter. In resnet18-cifar the stem is a 3 x 3 convolution of
+                stride 1 without pooling, as everybody has it on CIFAR: 11,173,962 parameters for 10
+                classes. Wu et al.'s preset does not say which, so each has its own name
+    width       multiplies the channels of the models in OWN (not of torchvision's), rounded to
+                multiples of 8
     dropout     probability of the dropout layers before both linear layers of a classifier with a
                 hidden layer
     pretrained  for torchvision's: "imagenet" (downloaded on first use), or a file with weights of
@@ -83,12 +88,12 @@ def build(name, shape, classes, width=1.0, dropout=0.0, pretrained="", pooled=Tr
         return max(8, round(channels * width / 8) * 8)
 
     if name in OWN:
-        features = _own(name, [shape[0], *map(scaled, OWN[name])])
+        features = _own(name, [shape[0], *map(scaled, OWN[name])], pooled)
     else:
         features = _from_torchvision(name, shape[0], pretrained, pooled)
     try:
         # With bfloat16 on a CPU, the gradients of a single pixel are random
-        if name.startswith("resnet") and min(shape[1:]) <= 16:
+        if name in ("resnet18", "resnet50") and min(shape[1:]) <= 16:
             raise RuntimeError("its last stage would see a single pixel")
         with torch.no_grad():
             example = features.eval()(torch.zeros(1, *shape))
@@ -97,7 +102,7 @@ def build(name, shape, classes, width=1.0, dropout=0.0, pretrained="", pooled=Tr
             f"--model {name} does not take images of shape {shape} ({first_line(e)}): take another "
             "model, or larger images"
         ) from e
-    if name == "convnet":
+    if name in OWN and example.dim() == 2:  # after average pooling
         layers = [nn.Linear(example.numel(), classes)]
     else:
         hidden = TORCHVISION.get(name, scaled(512))
@@ -114,8 +119,10 @@ def build(name, shape, classes, width=1.0, dropout=0.0, pretrained="", pooled=Tr
     return Classifier(features.train(), classifier, dim=example.shape[1])
 
 
-def _own(name, channels):
+def _own(name, channels, pooled):
     """The features of a model in OWN, for images with the first of these numbers of channels."""
+    if name == "resnet18-cifar":
+        return _resnet18(channels, pooled)
     layers = []
     for i, (before, after) in enumerate(pairwise(channels)):
         if name == "cnn":
@@ -131,6 +138,26 @@ def _own(name, channels):
             convolution = nn.Conv2d(before, after, 3, padding=1)
             layers += [convolution, BasicBlock(after, after), nn.MaxPool2d(2)]
     if name == "convnet":
+        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers)
+
+
+def _resnet18(channels, pooled):
+    """torchvision's ResNet-18 without its last layer, but with a stem for small images."""
+    from torchvision.models.resnet import BasicBlock  # here, because it starts slowly
+
+    norm = partial(GroupNorm, 8)  # 8 groups divide all widths
+    stem = nn.Conv2d(channels[0], channels[1], 3, padding=1, bias=False)
+    layers = [stem, norm(channels[1]), nn.ReLU()]
+    for before, after in pairwise(channels[1:]):
+        stride, shortcut = 1, None
+        if len(layers) > 3:  # all stages but the first halve the map
+            stride = 2
+            shortcut = nn.Conv2d(before, after, 1, stride, bias=False)
+            shortcut = nn.Sequential(shortcut, norm(after))
+        layers.append(BasicBlock(before, after, stride, shortcut, norm_layer=norm))
+        layers.append(BasicBlock(after, after, norm_layer=norm))
+    if pooled:
         layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers)
 

@@ -5,7 +5,7 @@
 
 A run is in runs/experiments/NAME/SEED, and those of its baselines are in SEED-BASELINE. A run that
 was stopped continues. To repeat one, remove its lines from the CSV, which the first word of NAME
-names, and its folder. All run in copies of the code, with a variation if they have one.
+names, and its folder. All run in copies of the code, with the variations that they have.
 """
 
 import argparse
@@ -43,8 +43,8 @@ def run(folder, job):
     with TemporaryDirectory() as code, Path(f"{out}.log").open("a") as log:
         not_code = shutil.ignore_patterns(".*", "runs", "data", "results")
         shutil.copytree(ROOT, code, ignore=not_code, dirs_exist_ok=True)
-        if experiment["variation"]:  # in docs/variations/ or results/controls/
-            (diff,) = ROOT.glob(f"*/*/{experiment['variation']}.diff")
+        for variation in experiment["variation"].split():  # docs/variations/, results/controls/
+            (diff,) = ROOT.glob(f"*/*/{variation}.diff")
             for git in (["init", "--quiet"], ["apply", diff]):
                 subprocess.run(["git", *git], cwd=code, check=True)
         if subprocess.run(words, cwd=code, stdout=log, stderr=log).returncode == 0:

@@ -1,5 +1,6 @@
 import argparse
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ def parameters(model):
     return sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["cnn", "convnet", "resblocks", "resnet18"])
+@pytest.mark.parametrize("name", ["cnn", "convnet", "resblocks", "resnet18-cifar", "resnet18"])
 def test_a_model_is_its_classifier_after_its_features(name):
-    channels, size = (3, 32) if name == "resnet18" else (1, 28)
+    channels, size = (3, 32) if name.startswith("resnet") else (1, 28)
     model = build(name, (channels, size, size), 7, width=0.125).eval()
     x = torch.rand(2, channels, size, size)
     assert model(x).shape == (2, 7)
@@ -30,6 +31,18 @@ def test_the_models_have_as_many_parameters_as_their_papers_say():
     convolutions = 9 * (64 + 64 * 128 + 128 * 128 + 128 * 128) + 64 + 3 * 128
     norms = 2 * (64 + 3 * 128)
     assert parameters(build("convnet", (1, 28, 28), 10)) == convolutions + norms + 128 * 10 + 10
+
+
+def test_resnet18_for_cifar_is_torchvisions_with_another_stem():
+    ours = build("resnet18-cifar", (3, 32, 32), 10)
+    theirs = torchvision.models.resnet18(num_classes=10, norm_layer=partial(nn.GroupNorm, 8))
+    theirs.conv1, theirs.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    assert parameters(ours) == parameters(theirs) == 11_173_962
+    theirs.load_state_dict(dict(zip(theirs.state_dict(), ours.state_dict().values())))
+    images = torch.rand(2, 3, 32, 32)
+    assert torch.allclose(ours(images), theirs(images), atol=1e-5)
+    tokens = build("resnet18-cifar", (3, 32, 32), 10, width=0.25, pooled=False).features(images)
+    assert tokens.shape == (2, 128, 4, 4)
 
 
 def test_group_norm_under_bfloat16_is_that_of_float32():

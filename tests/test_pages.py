@@ -125,9 +125,9 @@ def test_the_commands_of_the_experiments_are_understood(row, tmp_path, monkeypat
     method = importlib.import_module(program.removesuffix(".py"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(method.compare, "run", lambda args, *rest, **more: args.seeds)
-    if row["variation"]:
-        assert len([*ROOT.glob(f"*/*/{row['variation']}.diff")]) == 1
-    else:
+    for variation in row["variation"].split():
+        assert len([*ROOT.glob(f"*/*/{variation}.diff")]) == 1
+    if not row["variation"]:
         seeds = row["seeds"].split()
         assert method.main([*flags, "--seed", *seeds]) == [*map(int, seeds)]
 

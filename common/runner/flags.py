@@ -114,7 +114,7 @@ def add_shared_flags(parser, example):
     add = parser.add_argument_group("model and training").add_argument
     add("--model", choices=models.NAMES, default="cnn", help="see common/models.py")
     add("--width", type=within(float, 1e-3, 32), default=1.0,
-        help="multiplies the channels of cnn, convnet and resblocks")
+        help="multiplies the channels of cnn, convnet, resblocks and resnet18-cifar")
     add("--pretrained", nargs="?", default="", const="imagenet", metavar="FILE",
         help="start from ImageNet weights, downloaded or from FILE (resnet18, resnet50, vgg16)")
     add("--rounds", type=whole, default=30, help="T, communication rounds")
