@@ -221,7 +221,7 @@ def test_a_sentence_repeats_from_the_csvs(runs, line):
     d = re.sub(r"(?<=[( ])\+", "", cells["difference"])
     words = {"d": d, "up": d.lstrip("+"), "mean": d.split()[0], "m": cells["method"].split()[0]}
     words |= {"b": cells["baseline"].split()[0], "rounds": cells["rounds, ratio"]}
-    words |= {"samples": cells["samples, ratio"]}
+    words |= {"samples": cells["samples, ratio"], "by": words["up"].split()[0]}
     assert line["says"].format(**words) in text_of(line["page"])
 
 
