@@ -13,7 +13,7 @@ def set_up(device, precision, model):
 
     device     with `auto` (a GPU if there is one) or `cuda`, the ranks share the GPUs evenly
     precision  `auto` takes bfloat16 if the hardware multiplies in it, else float32. On a GPU it
-               takes float32 for the models of models.OWN, too: they are so small that starting a
+               takes float32 for the models of models.OWN, too: most are so small that starting a
                kernel takes longer than its work, and each cast to bfloat16 is a kernel. In float32,
                a GPU's convolutions round their factors to 10 bits, as is PyTorch's default
 
