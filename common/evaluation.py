@@ -39,35 +39,34 @@ def evaluate(trainer, theta, t, selected, losses):
     return row
 
 
-def evaluate_silos(trainer, theta, t, measure, e, may_use, seen, args):
+def evaluate_silos(trainer, theta, t, may_use, args):
     """The same for UEFL, whose clients may each use other codewords.
 
-    measure  called as measure(model, batches), returns e and what of_words() does
-    e        the clients' uncertainties [K]
     may_use  the codewords that each may use, bool [K, V]
-    seen     what of_words() says of each client
     args     the flags; a silo is turned if its angle is not the first of --rotate
 
-    Whoever never trains has no codewords of its own, and may use all.
+    Whoever never trains has no codewords of its own, and may use everybody's.
     """
-    clients, m = trainer.clients, len(e)
+    clients, m = trainer.clients, len(may_use)
     codewords = may_use.sum(1)
-    of_clients, perplexities, code_losses = seen
-    of_silent = of_clients[:0]
-    silent = torch.arange(m, len(clients.test))
-    if len(silent):
-        _, of_silent, *_ = trainer.map(measure, theta, silent, clients.test, t)
+    everybody = may_use.any(0)
+    ids = torch.arange(len(clients.test))
+    own = {"may_use": [*may_use] + [everybody] * (len(ids) - m)}
+    found, e, perplexities, code_losses = trainer.map(of_words, theta, ids, clients.test, t, own)
+    trainer.count(clients.ids, numbers=1)  # e_k goes up
+    of_clients, e = found[:m], e[:m]
     of_tests = {}
     for name, samples in clients.tests.items():
         pieces = samples.split(1000)  # for several processes
-        _, of_pieces, *_ = trainer.map(measure, theta, torch.arange(len(pieces)), pieces, t)
+        numbers = torch.arange(len(pieces))
+        of_pieces, *_ = trainer.map(of_words, theta, numbers, pieces, t, may_use=everybody)
         of_tests[name] = of_pieces.sum(0)
     row = {"uncertainties": e, "mE": e.mean(), "codewords": codewords}
-    row |= by_client(of_clients, of_silent)
+    row |= by_client(of_clients, found[m:])
     row |= by_test(of_tests, of_clients)
     row["mA"] = row["accuracies"].mean()
     if args.codebook_size:
-        row |= {"mP": perplexities.mean(), "code_loss": code_losses.mean()}
+        row |= {"mP": perplexities[:m].mean(), "code_loss": code_losses[:m].mean()}
     if args.rotate:
         first = f"{args.rotate[0]:g}"
         turned = [k for k in range(m) if clients.groups[k] != first]
@@ -77,19 +76,24 @@ def evaluate_silos(trainer, theta, t, measure, e, may_use, seen, args):
     return row
 
 
-def of_words(labels, p, code_losses, indices):
-    """Of one client in UEFL: its confusion [C, C], perplexity, and mean L_code.
+@torch.no_grad()
+def of_words(model, batches, may_use):
+    """Of one client in UEFL: its confusion [C, C], uncertainty e_k, perplexity, and mean L_code.
 
-    p        mean probabilities of the T passes with dropout, while the other methods' files switch
-             dropout off [N, C]
-    indices  the codewords of all its tokens
-
-    The paper does not define perplexity: as in the authors' code it is exp(entropy) of how often a
-    codeword is used, but of all samples, where theirs is a mean over batches of 100 images.
+    Its answers are those of the mean of all passes with dropout, while the other methods' files
+    switch dropout off. The paper does not define perplexity: as in the authors' code it is
+    exp(entropy) of how often a codeword is used, but of all samples, where theirs is a mean over
+    batches of 100 images.
     """
+    found = []
+    for x, y in batches:
+        c, code_loss, indices = model.codebook(model.encode(x), may_use)
+        found.append((y, model.mc_dropout(c).mean(0), code_loss.expand(len(y)), indices.flatten()))
+    labels, p, code_losses, indices = map(torch.cat, zip(*found))
     usage = indices.bincount().float()
     perplexity = torch.special.entr(usage / usage.sum()).sum().exp()
-    return confusion(labels, p.argmax(1), p.shape[1]), perplexity, code_losses.mean()
+    e = torch.special.entr(p).sum(1).mean()
+    return confusion(labels, p.argmax(1), p.shape[1]), e, perplexity, code_losses.mean()
 
 
 def confusions(trainer, theta, parts):

@@ -13,6 +13,7 @@ from scipy.cluster.vq import kmeans2
 
 import uefl
 from common.chance import random_at
+from common.evaluation import of_words
 from common.train import get_weights, set_weights
 from uefl import ExtensibleCodebook, average, predictive_entropy, uncertain
 
@@ -125,16 +126,16 @@ def test_perplexity_counts_codewords_in_equal_use(usable):
     model = uefl.UEFL(nn.Identity(), ExtensibleCodebook(0, 8), nn.Flatten(), False)
     model.codebook.extend(ramp)
     batches = [(ramp, torch.arange(4))] * 2
-    found = uefl.client_uncertainty(model, batches, 1, torch.arange(4) < usable)
-    assert found[2].item() == pytest.approx(usable)
+    _, _, perplexity, _ = of_words(model, batches, torch.arange(4) < usable)
+    assert perplexity.item() == pytest.approx(usable)
 
 
 def test_uncertainty_is_the_entropy_of_the_mean_pass_with_the_dropout_of_its_round(start):
     _, _, clients, trainer = prepared(uefl, CUT + "--dropout 0.5")
 
     def of_clients(t, passes):
-        where = trainer.initial, clients.ids, clients.test, t
-        return trainer.map(uefl.client_uncertainty, *where, passes=passes)[0]
+        trainer.model.passes, where = passes, (trainer.initial, clients.ids, clients.test, t)
+        return trainer.map(uefl.client_uncertainty, *where, may_use=None)[0]
 
     assert of_clients(1, 50).mean() > of_clients(1, 1).mean()  # it is above the mean of entropies
     assert of_clients(1, 1).equal(of_clients(1, 1)) and not of_clients(1, 1).equal(of_clients(2, 1))

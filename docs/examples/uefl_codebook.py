@@ -68,10 +68,6 @@ class ExtensibleCodebook(nn.Module):
         straight_through = z + (c - z).detach()
         return straight_through.view(tokens.shape), loss, indices.view(*tokens.shape[:-1], -1)
 
-    def make_room(self, v: int) -> None:
-        """Has v codewords from now on, zeros until somebody sets them."""
-        self.codewords.data = self.codewords.new_zeros(v, self.codewords.shape[1])
-
     @torch.no_grad()
     def extend(self, codewords: Tensor) -> None:
         """Adds codewords [v, d / s]. An optimizer like Adam must be made anew afterwards."""

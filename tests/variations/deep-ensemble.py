@@ -3,6 +3,7 @@ import torch
 from helpers import outcome, prepared, read_rows
 
 import uefl
+from common.evaluation import of_words
 
 CUT = "--model resblocks --width 0.01 --rotate 0 90 --partition silos --silos 2 1 --silo-size 20 "
 CUT += "--local-epochs 2 --batch-size 10 --lr 0.003 --codebook-size 4 --segments 1 --gamma 0 "
@@ -14,15 +15,16 @@ def test_the_uncertainty_is_the_entropy_of_the_members_mean(start):
     may_use = torch.tensor([True, True, False, True])
     batches = [(torch.randn(6, 1, 8, 8), torch.arange(6) % 3) for _ in range(4)]
 
-    def evaluated(members):
-        return uefl.client_uncertainty(uefl.Ensemble(members), iter(batches), may_use)
+    def evaluated(model):
+        return of_words(model, iter(batches), may_use)
 
-    e, confusion, perplexity, code_loss = evaluated(model.members)
-    alone = [evaluated([member]) for member in model.members]
+    confusion, e, perplexity, code_loss = evaluated(model)
+    assert e == uefl.client_uncertainty(model, iter(batches), may_use)
+    alone = [evaluated(member) for member in model.members]
     x, y = (torch.cat(parts) for parts in zip(*batches))
     p = sum(member(x, may_use)[0].softmax(1) for member in model.members) / 3
     assert e.item() == pytest.approx(-(p * p.log()).sum(1).mean().item(), rel=1e-5)
-    assert perplexity.item() == pytest.approx(sum(a[2] for a in alone).item() / 3)
+    assert perplexity == alone[0][2]
     assert code_loss.item() == pytest.approx(sum(a[3] for a in alone).item() / 3)
     assert confusion.trace() == (p.argmax(1) == y).sum()
 

@@ -1,6 +1,7 @@
 import torch
 
 import uefl
+from common import evaluation
 
 CUT = "--model resblocks --width 0.01 --rotate 0 90 --partition silos --silos 2 1 --silo-size 20 "
 CUT += "--local-epochs 2 --batch-size 10 --lr 0.003 --codebook-size 4 --segments 1 --gamma 0 "
@@ -9,13 +10,13 @@ CUT += "--rounds 2 --later-rounds 1 --no-compare "
 
 def test_the_newest_codewords_of_a_client_replace_its_earlier_ones(finished, monkeypatch):
     """The OOD set is evaluated last, and uses those that are in use, of any client."""
-    evaluated, evaluation = [], uefl.client_uncertainty
+    evaluated, of_words = [], evaluation.of_words
 
-    def spy(model, batches, passes, may_use):
+    def spy(model, batches, may_use):
         evaluated.append(may_use)
-        return evaluation(model, batches, passes, may_use)
+        return of_words(model, batches, may_use)
 
-    monkeypatch.setattr(uefl, "client_uncertainty", spy)
+    monkeypatch.setattr(evaluation, "of_words", spy)
     words = CUT.replace("--silos 2 1", "--silos 3 --test-domain dark")
     run = finished(uefl, words + "--iterations 3")
     held = [row["codewords"] for row in run.rows]
