@@ -2,7 +2,8 @@
 
 A page asks for this table with the line <!-- lines -->. On the left it has the listing in the
 file's docstring, and on the right the statements with a comment such as `# line 9` or `# lines 7,
-8`, which stands behind its statement or above it. Neighbours with the same code share a row.
+8`, which stands behind its statement or above it. Neighbours with the same code share a row. Line 4
+of an Algorithm 1 that a second listing has is 1.4.
 """
 
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MARK = "<!-- lines -->\n"
+LINE = r"\d+(?:\.\d+)?"
+ENTRY = rf"^ {{4}} ?({LINE})  (.*\n(?: {{8,}}.*\n)*)"
 
 
 def build(method: str, page: str) -> str:
@@ -20,14 +23,14 @@ def build(method: str, page: str) -> str:
     found_in, named = defaultdict(list), []
     for row in code.splitlines():
         statement, _, comment = row.partition("# ")
-        if found := re.match(r"lines? (\d+(?:(?:, | and )\d+)*)", comment.lower()):
-            named += re.findall(r"\d+", found[1])
+        if found := re.match(rf"lines? ({LINE}(?:(?:, | and ){LINE})*)", comment.lower()):
+            named += re.findall(LINE, found[1])
         if statement.strip():
             for number in named:
                 found_in[number].append(f"`{statement.strip()}`")
             named = []
     rows = []
-    for number, entry in re.findall(r"^ {4} ?(\d+) {2}(.*\n(?: {8,}.*\n)*)", docstring, re.M):
+    for number, entry in re.findall(ENTRY, docstring, re.M):
         if number not in found_in:
             raise ValueError(f"{method}.py has no comment for line {number}")
         text = " ".join(row.strip() for row in entry.splitlines())

@@ -46,17 +46,17 @@ def inner_products(g: Tensor) -> Tensor:
 
 
 def cosines(g: Tensor) -> Tensor:
-    """The cosines S_ij of the rows of g [M, P], float64 [M, M] (Algorithm 1, lines 2 to 6)."""
+    """The cosines S_ij of the rows of g [M, P], float64 [M, M] (Algorithm 1)."""
     inner = inner_products(g)
     length = inner.diagonal().sqrt()
     inner = (inner + inner.T) / 2  # symmetric, so that ties are ties in spite of rounding
-    return inner / (length * length[:, None])
+    return inner / (length * length[:, None])  # lines 1.2, 1.3, 1.4, 1.5: row i, without i, is S_i
 
 
 def largest_similarity(similarity: Tensor) -> Tensor:
-    """S*_i = max over j != i of similarity [M, M]: [M] (Algorithm 1, lines 7 to 9)."""
+    """S*_i = max over j != i of similarity [M, M]: [M] (Algorithm 1)."""
     itself = torch.eye(len(similarity), dtype=torch.bool, device=similarity.device)
-    return similarity.masked_fill(itself, -torch.inf).amax(1)
+    return similarity.masked_fill(itself, -torch.inf).amax(1)  # line 1.7
 
 
 def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
@@ -66,9 +66,9 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
              pass weights, and leave out the statistics of batch norm, which would outweigh the rest
     largest  takes the largest S*_i instead, our reading of MaxSim ("most similar local gradients")
 
-    Algorithm 1, lines 10 to 16, differs in two ways. Its loop `while |I| <= K` ends with K + 1
-    clients. And it keeps the values S*_i as a set, in which two clients that share one, being each
-    other's most similar one, count once. We follow equation 16. Ties go to the smaller index.
+    Algorithm 1 differs in two ways. Its loop, line 1.10, ends with K + 1 clients. And line 1.14
+    takes a value out of a set, in which two clients that share it, being each other's most similar
+    one, count once. We follow equation 16. Ties go to the smaller index.
 
     Raises ValueError if g is not a matrix, if an update is zero or not finite, or if k is not in
     1 .. M.
@@ -77,6 +77,7 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
     if g.dim() != 2 or not 1 <= k <= len(g):
         raise ValueError(f"k = {k} of g {[*g.shape]}: g must be [M, parameters], and k in 1 .. M")
     score = largest_similarity(cosines(g))
+    # Lines 1.10, 1.11, 1.13 and 1.14
     return score.sort(stable=True, descending=largest).indices[:k].sort().values
 
 
