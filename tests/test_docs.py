@@ -30,6 +30,13 @@ def test_a_page_shows_the_papers_lines_beside_the_code(method):
     assert page.split(lines.MARK)[1].count("\n| ") >= 6
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_the_difference_in_a_docstring_is_that_on_its_page(method):
+    doc = " ".join(importlib.import_module(method).__doc__.split())
+    (found,) = re.findall(r"by ([+-][\d.]+ \([^)]*\)) points \((\d+) seeds", doc)
+    assert f"| {' | '.join(found)} |" in PAGES[method]
+
+
 def dense(code):
     """The code without spaces, line breaks and trailing commas, which a formatter may move."""
     return re.sub(r",(?=[)\]}])", "", "".join(code.split()))
