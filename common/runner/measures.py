@@ -36,7 +36,7 @@ MEASURES = {
     "id_selected": Measure("", "percent"),
     "mA": Measure("", "percent"),
     "mE": Measure("mean uncertainty mE", "nats", "last"),
-    "mP": Measure("perplexity mP"),
+    "mP": Measure("perplexity mP", table="last"),
     "code_loss": Measure("L_code"),
     "gradient_spread": Measure("spread of the clients' gradients"),
     "train_loss": Measure("training loss, all terms", "nats"),
