@@ -86,7 +86,7 @@ def panels(file, found, classes, ends=()):
                 axes.plot([], color="0.6", lw=0.6, label="each run")
             for i, end in enumerate(ends):
                 label = None if i else "words are added"  # once in the legend
-                axes.axvline(end, color="0.7", lw=0.8, label=label)
+                axes.axvline(end, color="black", ls="-.", lw=0.8, label=label)
             if unit := measure_of(column).unit:
                 name += f" ({unit})"
             low = min([0.0, *(v.min() for _, v in of_labels.values() if v.size)])

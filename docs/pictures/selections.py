@@ -72,18 +72,20 @@ def draw_minimax(file: Path, shown=(1, 30, 100)) -> None:
 def draw_hull(file: Path) -> None:
     """The corners of the hull, and the rare clients among them, against its dimension."""
     count, rare = corners()
-    with plots.picture(file, 7.6, 2.4) as figure:
+    share = "rare ones among the corners\n(percent; dotted: chance)"
+    with plots.picture(file, 7.6, 2.7) as figure:
         panels = figure.subplots(1, 3, sharex=True)
-        panels[0].plot(DIMS, count, "o-", color=plots.COLOURS[0])
-        panels[0].set(title="corners, of all 80 clients", ylim=(0, 80))
-        panels[1].plot(DIMS, rare, "o-", color=ORANGE)
-        panels[1].set(title="corners, of the 3 rare clients", ylim=(0, 3.2))
-        panels[2].plot(DIMS, 100 * rare / count, "o-", color=ORANGE)
-        panels[2].axhline(100 * 3 / 80, color="0.5", ls=":", lw=0.9)
-        title = "rare ones among the corners\n(percent; dotted: chance)"
-        panels[2].set(title=title, ylim=(0, None))
-        for axes in panels:
-            axes.set(xlabel="dimension of the hull", xticks=DIMS)
+        for axes, numbers, title, top in zip(
+            panels,
+            (count, rare, 100 * rare / count),
+            ("corners, of all 80 clients", "corners, of the 3 rare clients", share),
+            (80, 3.2, None),
+        ):
+            axes.plot(DIMS, numbers, "o", color=GREY, mfc="none", label="would be corners")
+            axes.plot(4, numbers[3], "o", color=ORANGE, label="train")
+            axes.set(title=title, ylim=(0, top), xlabel="dimension of the hull", xticks=DIMS)
+        axes.axhline(100 * 3 / 80, color="0.5", ls=":", lw=0.9)
+        figure.legend(*axes.get_legend_handles_labels(), loc=plots.BELOW, ncols=2)
 
 
 if __name__ == "__main__":
