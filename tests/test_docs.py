@@ -105,7 +105,8 @@ def test_the_flags_on_a_page_are_accepted(method, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program, seen = importlib.import_module(method), []
     monkeypatch.setattr(program.compare, "run", lambda args, *rest, **more: seen.append(args))
-    commands = re.findall(r"`(--[a-z-]+ [^`]+|--no-[a-z-]+)`", PAGES[method])
+    pages = PAGES[method] + PAGES.get(f"{method}_paper", "")
+    commands = re.findall(r"`(--[a-z-]+ [^`]+|--no-[a-z-]+)`", pages)
     for words in commands:
         program.main(words.split())
     assert len(seen) == len(commands) >= 3

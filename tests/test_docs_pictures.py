@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from helpers import ROOT
 
 import convex_hull_select
 import minimax_select
-from docs.pictures import drift, entropy, selections
+from docs.pictures import drift, entropy, selections, uefl_words
 
 
 @pytest.mark.parametrize("steps", [1, 10])
@@ -36,3 +37,7 @@ def test_the_pictures_of_the_selections_see_the_tables_that_decide():
     trained = [(len(s), r[s].sum()) for _, s, r in selections.example(convex_hull_select, 2)]
     assert (count[3], rare[3]) == pytest.approx(np.mean(trained, 0))  # in four dimensions
     assert count[0] == 2  # on a line
+
+
+def test_uefls_page_has_the_runs_with_few_words():
+    assert uefl_words.table() in (ROOT / "docs/uefl.md").read_text()
