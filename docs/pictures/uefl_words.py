@@ -24,11 +24,11 @@ def runs() -> dict[tuple[str, str, str], dict[str, str]]:
 
 
 def table() -> str:
-    """Rows of the page's table, with the seeds in order, and a dash for a run that is missing."""
+    """Rows of the page's table, with the seeds in order, and "-" for a run that is missing."""
     found, rows = runs(), ""
     for words, segments in sorted({key[:2] for key in found}):
         cells = [
-            ", ".join(found.get((words, segments, seed), {column: "–"})[column] for seed in SEEDS)
+            ", ".join(found.get((words, segments, seed), {column: "-"})[column] for seed in SEEDS)
             for column in ("mP", "turned")
         ]
         rows += f"| {words} | {segments} | {' | '.join(cells)} |\n"
