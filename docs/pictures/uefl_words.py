@@ -4,7 +4,8 @@ python uefl.py --no-compare --iterations 1 --codebook-size 3 --segments 2 --seed
 python -m docs.pictures.uefl_words
 
 The first line is a row of the table. uefl_words.csv has all runs after the six rounds before words
-are added, and the ends of those that went on (means of the last five evaluations).
+are added, and the ends of those that went on (means of the last five evaluations). Those with six
+words and one segment are from results/silos.csv.
 """
 
 import csv
