@@ -728,7 +728,7 @@ def test_the_model_of_a_run_answers_as_its_table_says(whole, tiny):
 @pytest.mark.parametrize("changed", ["lr", "seed", "data", "data of a run without a checkpoint"])
 def test_a_run_does_not_go_on_with_other_flags_or_data(whole, refused, monkeypatch, changed):
     folder = whole(fedavg)
-    more, says = "", f"differs in {changed.split()[0]}: undo that"
+    more, says = "", f"differs in {changed.split()[0]} ("
     if changed == "lr":
         more = "--lr 3"
     elif changed == "seed":  # of a folder that has been moved

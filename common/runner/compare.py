@@ -195,12 +195,11 @@ def run_one(own, federate, dataset, build, whole):
     """
     device, own.precision = devices.set_up(own.device, own.precision, own.model)
     clients, model = assemble(own, dataset, build)
+    setup = f"clients: {len(clients.train)}, participating: {clients.participating}"
+    if own.sample or "hull_dim" not in own:  # a hull has as many corners as it has
+        setup += f", in a round: {clients.per_round}"
+    ranks.say_once(f"{setup}; {device}, {own.precision}, processes: {ranks.COUNT}")
     run = runs.Run(own, dataset, clients, model, device, whole)
-    n, m, k = len(clients.train), clients.participating, clients.per_round
-    ranks.say_once(
-        f"{n} clients, {m} participate, {k} train a round; {device}, {own.precision}, "
-        f"processes: {ranks.COUNT}"
-    )
 
     def begin(clients, model, state, progress):
         trainer = Trainer(

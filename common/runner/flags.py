@@ -12,7 +12,7 @@ from hashlib import sha1
 from os.path import isfile, relpath
 from pathlib import Path
 
-from common import RunError, UserError, data, few, first_line, models
+from common import RunError, UserError, data, few, models
 from common.splits import PARTITIONS
 
 # Flags that move no number: where a run computes, and where its files lie. The images of a folder
@@ -44,7 +44,8 @@ def within(kind, low, high=10**9):
             raise argparse.ArgumentTypeError(f"{text} is out of range: {low:g} to {high:g}")
         return value
 
-    return number  # argparse names this function in its errors
+    number.__name__ = kind.__name__  # which argparse's errors name
+    return number
 
 
 positive = within(float, 1e-12)
@@ -285,8 +286,8 @@ def read_args(folder):
         return {**about, "flags": dict(about["flags"])}
     except Exception as e:  # there are many types for a file that is damaged
         raise RunError(
-            f"{file} cannot be read ({first_line(e)}): start a new run, or if it is one seed of "
-            "several, delete its folder and resume"
+            f"{file} cannot be read ({type(e).__name__}): name another folder, or start a new run "
+            "(if it is one seed of several, delete its folder and resume)"
         ) from e
 
 
@@ -306,10 +307,8 @@ def refuse_others(folder, saved, flags):
     names = saved.keys() & flags.keys() - OF_A_MACHINE - {"code"}
     differ = {name for name in names if saved[name] != flags[name]}
     if others := sorted(differ - length):
-        raise UserError(
-            f"{folder} differs in {few(others)}: undo that (for flags see its args.json), or start "
-            "a new run (another seed may have a folder of its own inside)"
-        )
+        texts = [f"{name} ({saved[name]}, now {flags[name]})" for name in others]
+        raise UserError(f"{folder} differs in {few(texts)}: undo that, or start a new run")
     return bool(differ)
 
 

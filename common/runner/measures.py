@@ -24,7 +24,7 @@ class Measure(NamedTuple):
 MEASURES = {
     "id_accuracy": Measure("ID accuracy", "percent", "last"),
     "ood_accuracy": Measure("OOD accuracy", "percent", "last"),
-    "unseen_accuracy": Measure("accuracy, clients that never train", "percent", "last"),
+    "unseen_accuracy": Measure("unseen accuracy", "percent", "last"),
     "unseen_worst": Measure("", "percent", "last"),
     "participation_gap": Measure("", "percent", "last"),
     "neutral_accuracy": Measure("colour-neutral accuracy", "percent", "last"),

@@ -164,6 +164,9 @@ def report(rows):
     for label in others:
         same = [end(run) == theirs[which(run)] for run in rows[label] if which(run) in theirs]
         if same and all(same):
-            print(f"{label} and {last} end with the same model: does what differs have an effect?")
+            print(
+                f"{label} and {last} end with the same model, so what differs has had no effect: "
+                "if it is the selection, raise --participating"
+            )
     if different := unlike(rows):
         print(f"Not the same in all rows: {different}")
