@@ -88,7 +88,7 @@ class Run:
             check_free(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
         self.bar = tqdm(
-            desc=f"{args.name}, seed {args.seed}, round {self.t}",
+            desc=f"{args.name}, seed {args.seed}, round {self.t}: ",
             total=self.total,
             initial=self.t,
             bar_format="{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",

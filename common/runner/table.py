@@ -145,9 +145,7 @@ def table(rows):
 
 def report(rows):
     """Prints the means of these rows' runs, paired differences, and what the rows do not share."""
-    print(
-        f"\nMean of each run's last {LAST} evaluations, or of all if fewer; shares are in percent:"
-    )
+    print(f"\nMean of each run's last {LAST} evaluations, shares in percent (see docs/metrics.md):")
     lines = table(rows)
     widths = [max(map(len, column)) for column in zip(*lines)]
     for cells in lines:
