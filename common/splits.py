@@ -237,8 +237,8 @@ def divide(data, pool, partition, clients, alpha, seed):
     clients = clients or max(1, min(100, len(pool) // MEAN_SIZE))
     if len(pool) < clients * MIN_SIZE:
         raise UserError(
-            f"each client needs {MIN_SIZE} samples, and there are {len(pool)} for {clients}: lower "
-            "--clients, or add some"
+            f"each client needs {MIN_SIZE} samples, and there are {len(pool)} for {clients}: add "
+            "some, or take fewer clients"
         )
     if partition == "domain":
         parts = by_domain(data.domain[pool], clients, rng)
@@ -276,8 +276,8 @@ def participation(partition, clients, groups, m, k):
         raise UserError(f"--participating {m} is more than the {clients} clients: lower it")
     if k > m:
         raise UserError(
-            f"--sample {k}: only {m} of {clients} clients participate; lower it, or raise "
-            "--participating (a --sample that you did not give is this data set's default)"
+            f"only {m} of {clients} clients participate, and a round takes {k}: lower --sample, or "
+            "raise --participating"
         )
     return m, k
 
@@ -335,8 +335,8 @@ def make_clients(
         if len(samples) < MIN_SIZE:
             whose = f"a client of {name}" if name else "a client"
             raise UserError(
-                f"{whose} has {len(samples)} samples, and needs {MIN_SIZE}: lower --clients or "
-                "--silos, raise --silo-size, or add samples (or remove a domain with so few)"
+                f"{whose} has {len(samples)} samples, and needs {MIN_SIZE}: add some, take fewer "
+                "clients or larger silos, or remove a domain with so few"
             )
     if not all(map(len, test)) and (held_out or not len(ood)):
         raise UserError("a client would have nothing to test on: raise --held-out or --silo-size")

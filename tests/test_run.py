@@ -513,8 +513,7 @@ minimax_select --dataset colours --clients 2 --partition rare -> rare needs more
 fedavg --partition iid --clients 1201 -> needs 10 samples, and there are 12000 for 1201
 fedavg --local-steps 3 --local-epochs 3 -> --local-steps takes the place of --local-epochs
 fediir --partition domain --clients 1 --dataset glyphs -> --clients 1 is fewer than the
-fedavg --clients 9 --sample 5 -> --sample 5: only 4 of 9 clients participate; lower it, or raise
-fedavg --clients 9 --sample 6 -> (a --sample that you did not give is this data set's default)
+fedavg --clients 9 --sample 5 -> only 4 of 9 clients participate, and a round takes 5: lower
 fedavg --clients 4 --participating 9 -> --participating 9 is more than the 4 clients
 uefl --silos 1 -> give a number for each of 3 domains
 uefl --silo-size 9999 -> lower --silo-size, because a silo takes 9999 samples, and the domains have
