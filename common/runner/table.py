@@ -150,8 +150,7 @@ def report(rows):
     widths = [max(map(len, column)) for column in zip(*lines)]
     for cells in lines:
         print("  ".join(map(str.ljust, cells, widths)).rstrip())
-    classes = {len(run.classes) for runs in rows.values() for run in runs}
-    for c in sorted(classes):
+    for c in sorted({len(run.classes) for run, *_ in rows.values()}):
         print(f"chance is {100 / c:.1f} % with {c} classes")
     if "±" in str(lines):
         print("±: standard deviation over the seeds")
