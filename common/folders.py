@@ -68,7 +68,7 @@ def in_parts_or_domains(folder, images, left_out):
         where = ", ".join(f"{depth} folders deep ({an_image[depth]})" for depth in shown)
         raise UserError(
             f"{folder} is not CLASS/*, train|test/CLASS/* or DOMAIN/CLASS/*, because images lie "
-            f"{where}: move them, or give a folder further in"
+            f"{where}: move them, or give another folder"
         )
     tops = {row[0] for row in rows}
     if depths == [1] and not tops & {"test", "val"}:  # train may be a vehicle

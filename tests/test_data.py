@@ -141,7 +141,7 @@ cat, fox/ -> pets/fox holds no images
 0.png, 1.png -> 0 folders deep .*png.: move them
 0.png, cat, dog -> 0 folders deep .*png., 1 folders deep
 cat, dog, dog/small -> 1 folders deep .*png., 2 folders deep
-seg/seg/cat, seg/seg/dog -> 3 folders deep .*png.: move them, or give a folder further in
+seg/seg/cat, seg/seg/dog -> 3 folders deep .*png.: move them, or give another folder
 train, test -> holds test, train: a split has train/CLASS
 cat, val -> holds cat, val: a split has
 train/cat, train/dog -> holds train: a split has
