@@ -3,7 +3,6 @@ import csv
 import importlib
 import itertools
 import json
-import os
 import re
 import runpy
 import shlex
@@ -11,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -186,27 +184,18 @@ def test_a_baseline_stops_with_its_method_and_keeps_its_schedule(start, monkeypa
     assert {*seen} == {4}
 
 
-def test_two_rows_of_one_name_are_refused(start, refused, monkeypatch):
-    run = compare.run
-
-    def named(args, federate, label, *others):
-        return run(args, federate, "Equal", *others)
-
-    monkeypatch.setattr(compare, "run", named)
-    refused(entropy_weighting, CUTS[entropy_weighting], "two rows have one name: Equal, equal")
+def test_two_rows_of_one_name_are_refused():
+    """Such as those of a copy in equal.py."""
+    equal = {"equal": {"weighting": "equal"}}
+    with pytest.raises(UserError, match="two rows have one name: Equal, equal"):
+        compare.sides_of(parsed(entropy_weighting, ""), "Equal", equal)
 
 
 def test_a_picture_never_costs_the_table(start, launched, monkeypatch):
-    """It has a colour for each of nine rows, and room for what is negative."""
     monkeypatch.setattr(plots, "curves", lambda *given: 1 / 0)
     code, lines = launched(fedavg, CUTS[fedavg], start)
     assert code == 0 and "curves.png cannot be drawn (ZeroDivisionError" in lines[-1]
     assert "id_accuracy" in launched.out
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
-    of_labels = {str(i): (np.arange(3), np.full((1, 3), -float(i))) for i in range(9)}
-    plots.panels("x.png", [("code_loss", "mine", of_labels)], 2)
-    assert figures[0].axes[0].get_ylim()[0] == -8
 
 
 def test_a_run_that_was_stopped_in_its_baseline_goes_on_there(start, start_and_stop, capsys):
@@ -223,36 +212,41 @@ def test_a_run_that_was_stopped_in_its_baseline_goes_on_there(start, start_and_s
 # --------------------------------------------------------- a line that somebody changes in a copy
 
 
-LINE = re.search(r"    selected = select\(.*\n", Path(fedavg.__file__).read_text())[0].strip()
-HABITS = """
-nothing; ; select(args, clients, trainer, w, t).tolist()
-random; import random; random.sample(range(clients.participating), clients.per_round)
-numpy; import numpy as np; np.random.choice(clients.participating, clients.per_round, False)
-torch; ; torch.randperm(clients.participating)[: clients.per_round]
-helper; import helper; helper.choose(clients)
-clock; import time, random; random.Random(time.time_ns()).sample(range(9), clients.per_round)
-own generator; import random; random.Random().sample(range(9), clients.per_round)
-count; turn = __import__("itertools").count(); [next(turn) % 9 for _ in range(4)]
-"""  # what somebody imports, and the clients that he selects with it in line 3
-HABITS = {name: rest for name, *rest in (line.split("; ") for line in HABITS.strip().split("\n"))}
 TWELVE = CUTS[fedavg].replace("6", "12").replace("ting 4", "ting 9").replace("le 2", "le 4")
+TWELVE += "--no-compare --device cpu --precision float32 --out run "
+HELPER = """
+import itertools, random
+import numpy as np, torch
+
+count = itertools.count(1)
+
+def choose():
+    return (torch.randperm(9)[:4] + random.randrange(9) + np.random.randint(9)) % 9
+"""
+SELECT = "select(args, clients, trainer, w, t)"
+KEEPS = {  # what somebody writes in line 6 of FedAvg, or in place of the selection
+    "a variable": "(v := 0.9 * v + alpha @ w_k)",
+    "an object": "alpha @ w_k * next(helper.count)",
+    "the learning rate": "alpha @ w_k + 0 * (vars(trainer.local).update(lr=0.01 * t) or w)",
+    "the clients": "alpha @ w_k * (clients.groups.append('') or len(clients.groups))",
+    "a generator": "torch.tensor(helper.random.Random().sample(range(9), 4))",
+}
 REHEARSED = "if it begins again from the state of the round before: what a round needs is in"
 
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """mine(imports, clients) is a copy of fedavg.py in which line 3 selects these clients."""
+    """mine(old, new) is a copy of fedavg.py with this change, imported anew, as a program does."""
     (tmp_path / "library").mkdir()
+    (tmp_path / "library/helper.py").write_text(HELPER)
     for folder in (tmp_path, tmp_path / "library"):
         monkeypatch.syspath_prepend(folder)
 
-    def copy(imports, clients):
+    def copy(old, new):
         text = Path(fedavg.__file__).read_text()
-        text = text.replace("import torch\n", f"import torch\n{imports}\n", 1)
-        text = text.replace(LINE, f"selected = torch.as_tensor({clients})")
-        (tmp_path / "mine.py").write_text(text)
-        helper = tmp_path / "library/helper.py"
-        helper.write_text(f"import random\ndef choose(clients): return {HABITS['random'][1]}")
+        text = text.replace("import torch\n", "import helper\nimport torch\n", 1)
+        text = text.replace("  # line 1\n", "\n    v = 0 * w\n", 1)
+        (tmp_path / "mine.py").write_text(text.replace(old, new))
         for name in ("mine", "helper"):
             monkeypatch.delitem(sys.modules, name, raising=False)
         importlib.invalidate_caches()
@@ -261,125 +255,53 @@ def mine(tmp_path, monkeypatch):
     return copy
 
 
-@pytest.mark.parametrize("habit", HABITS)
-def test_a_changed_line_is_the_same_run_anywhere_or_is_refused(
-    mine, start, start_and_stop, launched, refused, habit
+def test_a_line_that_draws_from_the_global_generators_is_the_same_run_anywhere(
+    mine, start, start_and_stop, launched
 ):
-    """In round 2, or with 2 processes, and after it was stopped in round 4."""
-    words = TWELVE + "--no-compare "
-
-    def method():  # imported anew, as each program does
-        return mine(*HABITS[habit])
-
-    two = f"{words} --precision float32 --device cpu --out two --processes 2"
-    if habit in ("clock", "own generator", "count"):
-        refused(method(), words, "round 2 comes to another model, selected, ")
-        says = "the processes differ in their clients: " if habit != "count" else REHEARSED
-        refused(method(), two, says)
-        return
-    expected = outcome(start(method(), words))
+    """With 2 processes, and after it was stopped in round 4."""
+    change = SELECT, "helper.choose()"
+    expected = outcome(start(mine(*change), TWELVE))
     assert len({*map(tuple, selections(expected[1]))}) > 2  # each round selects others
-    if habit == "nothing":
-        assert outcome(start(fedavg, words + "--out original")) == expected
-    start_and_stop(method(), words + "--out cut", 4, "cut")
-    assert launched(method(), two, start)[0] == 0 and outcome(Path("two")) == expected
-    assert outcome(start(method(), "--resume cut")) == expected
-
-
-class Keeps:
-    """Something that remembers: a number that grows with each call."""
-
-    calls = 0
-
-    def __call__(self, *given):
-        self.calls += 1
-        return self.calls
-
-
-KEEPS = {  # what somebody adds to federate() of FedAvg: before its loop, and in line 6
-    "w0": ("w0 = w.clone()", "alpha @ w_k + 0.1 * w0"),
-    "a draw": ("scale = torch.rand(())", "alpha @ w_k * scale"),
-    "momentum": ("v = 0 * w", "(v := 0.9 * v + alpha @ w_k)"),
-    "an object": ("", "alpha @ w_k * (1 + 0.1 * KEEPS())"),
-    "an attribute": ("", "alpha @ w_k + trainer.__dict__.setdefault('first', w)"),
-    "the learning rate": ("", "alpha @ w_k + 0 * (vars(trainer.local).update(lr=0.01 * t) or w)"),
-    "the clients": ("", "alpha @ w_k * (clients.groups.append('') or len(clients.groups))"),
-    "a function's own": ("", "alpha @ w_k * len(select.__dict__.setdefault('seen', []) + [t])"),
-}
-RIGHT = ["a function's own"]  # what it has kept does not change a round
+    start_and_stop(mine(*change), TWELVE + "--out cut", 4, "cut")
+    assert launched(mine(*change), TWELVE + "--out two --processes 2", start)[0] == 0
+    assert outcome(Path("two")) == expected
+    assert outcome(start(mine(*change), "--resume cut")) == expected
 
 
 @pytest.mark.parametrize("what", KEEPS)
 @pytest.mark.parametrize("n", [1, 2])
-def test_what_a_round_keeps_beside_the_state_is_refused(
-    start, launched, monkeypatch, tmp_path, what, n
-):
-    before, line_6 = KEEPS[what]
-    text = Path(fedavg.__file__).read_text()
-    text = text.replace("  # line 1\n", f"\n    {before}\n", 1)
-    text = text.replace("w = alpha @ w_k  # line 6", f"w = {line_6}  # line 6")
-    (tmp_path / "keeps.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "keeps", raising=False)
-    importlib.invalidate_caches()
-    method = importlib.import_module("keeps")
-    method.KEEPS = Keeps()
-    words = f"{TWELVE} --no-compare --precision float32 --device cpu --out run --processes {n}"
-    code, lines = launched(method, words, start)
-    if what in RIGHT:
-        assert code == 0
-    else:
-        assert code == 2 and REHEARSED in lines[-1], lines
-        assert len(read_rows(Path("run"))) == 1
+def test_what_a_round_keeps_beside_the_state_is_refused(mine, start, launched, what, n):
+    old = SELECT if what == "a generator" else "alpha @ w_k"
+    code, lines = launched(mine(old, KEEPS[what]), f"{TWELVE} --processes {n}", start)
+    says, rounds = REHEARSED, 1
+    if what == "a generator" and n == 2:  # one for each process
+        says, rounds = "the processes differ in their clients: ", 0
+    assert code == 2 and says in lines[-1], lines
+    assert len([*Path().glob("run/metrics.csv")]) == rounds
 
 
-def test_a_clients_made_up_loss_is_refused(start, launched, monkeypatch):
-    """The model is right, but a column is not what a resumed run would have."""
-    update, count = fedavg.client_update, Keeps()
-    monkeypatch.setattr(fedavg, "client_update", lambda *given: update(*given) + count())
-    words = f"{TWELVE} --no-compare --device cpu --out run"
-    code, [*_, line] = launched(fedavg, words, start)
+def test_one_round_has_no_rehearsal_and_a_resumed_run_has_one(mine, start, launched):
+    """It compares all columns, because a client may make up its loss."""
+    method = mine("selected, losses)", "selected, losses + next(helper.count))")
+    start(method, TWELVE + "--rounds 1")
+    code, [*_, line] = launched(method, "--resume run --rounds 4", start)
     assert code == 2 and f"round 2 comes to another train_loss {REHEARSED}" in line
 
 
-def test_one_round_has_no_rehearsal_and_a_resumed_run_has_one(start, launched, monkeypatch):
-    rounds, count = fedavg.federate, Keeps()
-
-    def federate(*given, **state):
-        for state, row in rounds(*given, **state):
-            yield state, row | {"mine": count()}
-
-    monkeypatch.setattr(fedavg, "federate", federate)
-    words = f"{TWELVE} --no-compare --out run --device cpu --precision float32 "
-    start(fedavg, words + "--rounds 1")
-    code, [*_, line] = launched(fedavg, "--resume run --rounds 4", start)
-    assert code == 2 and f"round 2 comes to another mine {REHEARSED}" in line
-
-
-@pytest.mark.parametrize("name", ["w", "momentum"])
-def test_a_state_that_federate_does_not_take_is_refused(start, refused, monkeypatch, name):
-    row = {"selected": [0], "train_loss": 0.5}
-    states = iter([({"t": t, "w": torch.ones(2), name: torch.ones(2)}, row) for t in (1, 2)])
-    monkeypatch.setattr(fedavg, "federate", lambda args, clients, trainer, t=0: states)
+def test_a_state_that_federate_does_not_take_is_refused(refused, monkeypatch):
+    states = [({"t": t, "w": torch.ones(2)}, {"selected": [0], "train_loss": 0.5}) for t in (1, 2)]
+    monkeypatch.setattr(fedavg, "federate", lambda args, clients, trainer, t=0: iter(states))
     refused(fedavg, CUTS[fedavg] + "--no-compare", "unexpected keyword argument 'w'")
 
 
-@pytest.mark.parametrize("what", ["weights", "last round"])
-def test_processes_that_differ_after_the_last_round_are_refused(start, launched, monkeypatch, what):
-    measure = fedavg.evaluate
-    mine = lambda trainer, w, *others: measure(trainer, w + os.getpid(), *others)  # noqa: E731
+def test_processes_that_end_after_other_rounds_are_refused(refused, monkeypatch):
     rounds = fedavg.federate
 
     def early(*given, **state):
         return itertools.islice(rounds(*given, **state), 1 + ranks.RANK)
 
-    if what == "last round":
-        monkeypatch.setattr(fedavg, "federate", early)
-    else:
-        monkeypatch.setattr(fedavg, "evaluate", mine)
-    words = f"{TWELVE} --no-compare --precision float32 --device cpu --rounds 2 --out two"
-    code, [line] = launched(fedavg, f"{words} --processes 2", start)
-    assert code == 2 and re.search(f"the processes differ in their ({what}|clients)", line)
+    monkeypatch.setattr(fedavg, "federate", early)
+    refused(fedavg, TWELVE + "--processes 2", "the processes differ in their ")
 
 
 def test_importing_a_piece_leaves_the_importers_generators_alone():
@@ -406,27 +328,24 @@ def test_each_process_has_one_thread_whatever_main_has_set(start, launched, monk
         torch.set_num_threads(2)
         return start(*given)
 
-    words = f"{TWELVE} --no-compare --device cpu --processes 2 --out two"
-    assert launched(fedavg, words, main)[0] == 0
-    assert {row["train_loss"] for row in outcome(Path("two"))[1]} == {"1"}
+    assert launched(fedavg, TWELVE + "--processes 2", main)[0] == 0
+    assert {row["train_loss"] for row in read_rows(Path("run"))} == {"1"}
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_what_is_kept_outside_federate_does_not_go_from_run_to_run(start, launched, monkeypatch, n):
-    measure, count = fedavg.evaluate, Keeps()
-    counted = lambda *given: measure(*given) | {"my_seconds": count()}  # noqa: E731
+def test_what_is_kept_outside_federate_does_not_go_from_run_to_run(start, launched, monkeypatch):
+    measure, count = fedavg.evaluate, itertools.count(1)
+    counted = lambda *given: measure(*given) | {"my_seconds": next(count)}  # noqa: E731
     monkeypatch.setattr(fedavg, "evaluate", counted)
-    words = f"{TWELVE} --device cpu --rounds 2 --seed 1 2 --processes {n} --out two"
+    words = f"{CUTS[fedavg]} --device cpu --rounds 2 --seed 1 2 --out two"
     assert launched(fedavg, words, start)[0] == 0
     found = [read_rows(file.parent) for file in Path().rglob("metrics.csv")]
     assert [[row["my_seconds"] for row in rows] for rows in found] == [["1", "2"]] * 6
 
 
-def test_a_copy_does_not_go_on_with_other_code(mine, start, refused, tmp_path):
-    method = mine(*HABITS["helper"])
-    before = outcome(start(method, TWELVE + "--no-compare"))
+def test_a_copy_does_not_go_on_with_other_code(mine, start, refused):
+    method, helper = mine(SELECT, "helper.choose()"), Path("library/helper.py")
+    before = outcome(start(method, TWELVE))
     flags.code_of.cache_clear()
-    helper = tmp_path / "library/helper.py"
     helper.write_bytes(f"# a comment\n\n{helper.read_text()}".replace("\n", "\r\n").encode())
     assert outcome(start(method, "--resume run")) == before
     flags.code_of.cache_clear()
@@ -481,7 +400,7 @@ def test_of_several_seeds_one_diverges_and_the_others_go_on(start, launched, mon
     assert outcome(Path("three/seed2")) == outcome(Path("whole/seed2"))
 
 
-@pytest.mark.parametrize("fails", [sys.exit, lambda: 1 / 0, Path("gone").read_text])
+@pytest.mark.parametrize("fails", [sys.exit, Path("gone").read_text])
 def test_of_several_seeds_one_ends_early_and_the_others_go_on(start, launched, monkeypatch, fails):
     federate = fedavg.federate
 
@@ -514,7 +433,6 @@ fedavg --partition iid --clients 1201 -> needs 10 samples, and there are 12000 f
 fedavg --local-steps 3 --local-epochs 3 -> --local-steps takes the place of --local-epochs
 fediir --partition domain --clients 1 --dataset glyphs -> --clients 1 is fewer than the
 fedavg --clients 9 --sample 5 -> --sample 5: only 4 of 9 clients participate; lower it, or raise
-fedavg --clients 9 --sample 6 -> (a --sample that you did not give is this data set's default)
 fedavg --clients 4 --participating 9 -> --participating 9 is more than the 4 clients
 uefl --silos 1 -> give a number for each of 3 domains
 uefl --silo-size 9999 -> lower --silo-size, because a silo takes 9999 samples, and the domains have
@@ -523,7 +441,6 @@ uefl --sample 3 -> --sample: in UEFL all clients train
 uefl --model convnet -> convnet has no dropout
 uefl --segments 7 -> --segments 7 does not divide
 fedavg --dataset colours --model vgg16 -> take another model, or larger images
-fedavg --dataset colours --model resnet50 -> take another model, or larger images
 fedavg --pretrained -> no ImageNet weights for cnn
 fedavg --pretrained weights.pt --model resnet18 -> cannot be loaded from weights.pt
 fedavg --device cuda -> no GPU was found: choose cpu
@@ -542,7 +459,7 @@ uefl --clients 9 -> --clients has no effect with --partition silos
 
 @pytest.mark.parametrize("mistake", MISTAKES.strip().splitlines())
 def test_a_mistake_is_one_clear_line_and_writes_nothing(mistake, tmp_path, monkeypatch, capsys):
-    """Each file is a program. What does not fit the data is also in test_splits.py."""
+    """Each file is a program."""
     typed, says = mistake.split(" -> ")
     name, *words = shlex.split(typed)
     for file, text in {
@@ -566,7 +483,12 @@ def test_a_mistake_is_one_clear_line_and_writes_nothing(mistake, tmp_path, monke
     assert after == before  # torchvision may make its own empty folder, but nothing else appears
 
 
-@pytest.mark.parametrize("method", CALLS)
+def test_a_single_class_is_refused():
+    with pytest.raises(UserError, match="pets has only one class, cat"):
+        compare.assemble(parsed(fedavg, ""), SimpleNamespace(name="pets", classes=["cat"]))
+
+
+@pytest.mark.parametrize("method", [fedavg, uefl])
 def test_a_client_that_diverges_is_named_and_what_has_been_computed_stays(
     start, launched, monkeypatch, method
 ):
@@ -597,14 +519,6 @@ def test_the_picture_of_the_clients_has_those_that_never_train(new_run, tiny, mo
     assert (run.clients.label_counts.numpy() == held.images[0].get_array().T).all()
     found = [{bar.get_x() + 0.4: bar.get_height() for bar in axes.patches} for axes in bars]
     assert [[*of_axes.values()] for of_axes in found] == [[1, 2, 3], [0.5, 0, 1, 0.8, 0.6]]
-
-
-def test_a_class_that_no_participating_client_holds_is_named(start, capsys):
-    start(
-        fedavg,
-        f"{CUTS[fedavg]} --no-compare --rounds 1 --partition shards --participating 1 --sample 1",
-    )
-    assert re.search("no participating client has samples of [abc]", capsys.readouterr().err)
 
 
 def test_a_baseline_never_overwrites_another_run(start):
@@ -639,21 +553,12 @@ def test_before_a_round_has_ended_a_folder_is_free(start, launched, monkeypatch)
 def test_what_a_copy_yields_is_converted_or_named(new_run, tmp_path, capsys):
     run = new_run()
     row = {"a": (1, 2.5), "c": np.arange(3), "d": torch.tensor(True)}
-    state = {"t": 1, "theta": torch.ones(2), "mine": {"list": [3, 0.5, None]}}
-    run.record(state, row | {"wrong": "text", "ragged": [[1], [1, 2]], "nothing": None})
-    assert "wrong, ragged is no number and no list of numbers" in capsys.readouterr().err
-    run.record({**state, "t": 2}, row)
-    found, _ = read_rows(tmp_path / "run")
-    assert [found[name] for name in row] == ["1 2.5", "0 1 2", "1"]
-    assert kept(tmp_path / "run")["mine"] == state["mine"]
-    with pytest.raises(UserError, match="seconds is a column already"):
-        run.record(state, {"seconds": 1.0})
-    for missing in ({"t": 1}, {"w": torch.ones(2)}):
-        with pytest.raises(UserError, match="or without the model: call it w, or theta"):
-            run.record(missing, {})
-    for wrong in (np.float64(0.5), lambda: 0):
-        with pytest.raises(UserError, match="something else than numbers and tensors"):
-            runs.copied(state | {"mine": wrong}, "cpu")
+    run.record({"t": 1, "w": torch.ones(2)}, row | {"wrong": "text", "nothing": None})
+    assert "wrong is no number and no list of numbers" in capsys.readouterr().err
+    (found,) = read_rows(tmp_path / "run")
+    assert [found[name] for name in row] == ["1 2.5", "0 1 2", "1"] and "wrong" not in found
+    with pytest.raises(UserError, match="something else than numbers and tensors"):
+        runs.copied({"mine": lambda: 0}, "cpu")
 
 
 def test_a_repeated_round_has_the_same_model(new_run):
@@ -670,8 +575,7 @@ def test_a_repeated_round_has_the_same_model(new_run):
 
 def test_federate_must_not_change_args(mine, refused):
     """The trainer has read them already, and a resumed run would have others."""
-    line = "vars(args).update(lr=1) or select(args, clients, trainer, w, t)"
-    refused(mine("", line), TWELVE + "--no-compare", "federate() changes args.lr")
+    refused(mine(SELECT, f"vars(args).update(lr=1) or {SELECT}"), TWELVE, "changes args.lr")
 
 
 def test_a_run_that_is_made_longer_repeats_a_round_and_changes_nothing_if_it_differs(
@@ -725,22 +629,15 @@ def test_the_model_of_a_run_answers_as_its_table_says(whole, tiny):
     assert read_rows(folder)[-1]["hits"] == " ".join(map(str, cells.diagonal().tolist()))
 
 
-@pytest.mark.parametrize("changed", ["lr", "seed", "data", "data of a run without a checkpoint"])
+@pytest.mark.parametrize("changed", ["lr", "data"])
 def test_a_run_does_not_go_on_with_other_flags_or_data(whole, refused, monkeypatch, changed):
     folder = whole(fedavg)
-    more, says = "", f"differs in {changed.split()[0]}: undo that"
-    if changed == "lr":
-        more = "--lr 3"
-    elif changed == "seed":  # of a folder that has been moved
-        text = (folder / "args.json").read_text()
-        (folder / "args.json").write_text(text.replace('"seed": 0', '"seed": 1'))
-    else:
+    before = outcome(folder)
+    if changed == "data":
         fingerprint = common.data.Dataset.fingerprint
         monkeypatch.setattr(common.data.Dataset, "fingerprint", lambda data: fingerprint(data) + 1)
-    if "without" in changed:
-        (folder / "checkpoint.pt").unlink()
-    before = outcome(folder)
-    refused(fedavg, f"--resume whole {more}", says)
+    more = "--lr 3" if changed == "lr" else ""
+    refused(fedavg, f"--resume whole {more}", f"differs in {changed}: undo that")
     assert outcome(folder) == before
 
 
@@ -748,13 +645,12 @@ def test_another_machine_is_named_and_the_run_goes_on(start, start_and_stop, who
     expected = outcome(whole(fedavg))
     start_and_stop(fedavg, CUTS[fedavg] + "--no-compare --out cut", 3, "cut")
     file = Path("cut/args.json")
-    file.write_text(re.sub(r'torch": "', "\\g<0>1.", file.read_text()))
+    file.write_text(file.read_text().replace('torch": "', 'torch": "1.'))
     Path("cut/metrics.csv").write_text("round,norm\n2,9.9\n")  # its last digits may differ
-    capsys.readouterr()
     assert outcome(start(fedavg, "--resume cut")) == expected
     assert "cut began with another torch, so" in capsys.readouterr().err
     machine = runs.machine_in(json.loads(file.read_text()))
-    assert machine["torch"] == f"1.{torch.__version__.split('+')[0]}, then {version('torch')}"
+    assert machine["torch"].startswith("1.") and ", then " in machine["torch"]
     assert "then" not in machine["numpy"]
 
 
@@ -773,13 +669,14 @@ def test_a_damaged_checkpoint_costs_rounds_and_no_run(start_and_stop, start, who
 
 
 def test_several_seeds_that_stop_before_the_first_round_can_go_on(start, monkeypatch):
-    monkeypatch.setattr(plots, "clients", lambda run: signal.raise_signal(signal.SIGINT))
-    monkeypatch.setattr(signal, "SIGINT", signal.SIGUSR1)  # which no shell ignores in background
-    signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    def stop(run):
+        raise KeyboardInterrupt
+
     words = f"{CUTS[fedavg]} --no-compare --seed 1 2 --out two --resume"
-    with pytest.raises(KeyboardInterrupt):
-        start(fedavg, words)
-    monkeypatch.setattr(plots, "clients", print)
+    with monkeypatch.context() as patch:
+        patch.setattr(plots, "clients", stop)
+        with pytest.raises(KeyboardInterrupt):
+            start(fedavg, words)
     start(fedavg, words)
 
 
@@ -874,8 +771,15 @@ def test_all_seeds_keep_the_precision_that_the_first_node_has_picked(start, monk
     assert all(len(read_rows(folder / f"seed{seed}")) == 2 for seed in (1, 2))
 
 
-@pytest.mark.parametrize("method", CUTS)
-def test_metrics_that_were_cut_are_whole_after_resume(start, whole, method):
-    expected = outcome(whole(method))
+def test_metrics_that_were_cut_are_whole_after_resume(start, whole):
+    expected = outcome(whole(fedavg))
     Path("whole/metrics.csv").write_text("round,seconds\n1,0.5\n")
-    assert outcome(start(method, "--resume whole/")) == expected
+    assert outcome(start(fedavg, "--resume whole/")) == expected
+
+
+def test_a_redirected_stderr_gets_a_line_a_minute_and_not_one_a_round(start, monkeypatch):
+    with open("log.txt", "w+") as file:
+        monkeypatch.setattr(sys, "stderr", file)
+        start(fedavg, CUTS[fedavg] + "--no-compare --rounds 9")
+        file.seek(0)
+        assert len(re.findall(r"\d+%\|", file.read())) <= 3
