@@ -1,6 +1,6 @@
 import pytest
 import torch
-from helpers import outcome, prepared, read_rows
+from helpers import prepared
 
 import uefl
 from common.evaluation import of_words
@@ -39,12 +39,3 @@ def test_members_share_nothing_but_who_is_extended(finished):
     (alone,), (same, other) = found
     assert torch.allclose(same, alone, atol=1e-6)
     assert not torch.allclose(same, other, atol=1e-2)
-
-
-def test_a_stopped_run_goes_on_with_the_codewords_of_each_member(start, start_and_stop):
-    words = CUT.replace("rounds 2 --later-rounds 1", "rounds 1 --later-rounds 2") + "--members 2 "
-    whole = start(uefl, words + "--iterations 2")
-    *_, last = read_rows(whole)
-    assert last["iteration"] == "2" and {*last["codewords"].split()} == {"4", "8"}
-    start_and_stop(uefl, words + "--iterations 2 --out cut", 3, "cut")
-    assert outcome(start(uefl, "--resume cut")) == outcome(whole)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from common.noise import trimmed_mean, with_noise
+from common.noise import with_noise
 from helpers import make_tiny
 from scipy.stats import chisquare, trim_mean
 
@@ -45,14 +45,6 @@ def test_a_run_trains_on_the_wrong_labels_and_is_tested_on_the_right_ones(finish
     assert torch.allclose(run.state["w"], w_i.mean(0), atol=1e-6)
     assert float(row["id_accuracy"]) == pytest.approx(expected["id_accuracy"].item(), abs=1e-5)
     assert torch.equal(data.y, make_tiny().y)  # the other runs share them
-
-
-def test_a_trimmed_mean_drops_at_least_one_value_at_each_end_but_leaves_one():
-    g = random_at(0, "test").standard_normal((10, 6))
-    rows = torch.from_numpy(g)
-    assert np.allclose(trimmed_mean(rows, 0.01), np.sort(g, 0)[1:9].mean(0))
-    for k in (1, 2, 3, 10):
-        assert np.allclose(trimmed_mean(rows[:k], 0.5), np.median(g[:k], 0))
 
 
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])

@@ -5,9 +5,7 @@ import pytest
 import scipy.stats
 import torch
 from common.oracle import compared_with_oracle, oracle_clients
-from helpers import read_rows
 
-import convex_hull_select
 import minimax_select
 
 CUT = "--model cnn --width 0.125 --local-epochs 1 --lr 0.1 --partition dirichlet --dirichlet 0.3 "
@@ -51,8 +49,3 @@ def test_the_oracles_clients_train_in_each_round(finished, kind):
     values = by_scipy(np.stack(counts), kind)
     assert run.selected == [sorted(np.argsort(values)[-3:].tolist())] * 2
     assert kind != "oracle" or [row["shared_with_oracle"] for row in run.rows] == ["3", "3"]
-
-
-def test_the_hull_has_the_same_columns(start):
-    row = read_rows(start(convex_hull_select, CUT))[0]
-    assert 0 <= int(row["shared_with_oracle"]) <= 3 and float(row["left_out"]) > 0
