@@ -54,25 +54,17 @@ def test_twins_are_two_clients_for_each_rare_class(patched):
 # ------------------------------------------------------------------------------------------- FedAvg
 
 
-def orders(patched, trainer, name):
-    """The images and labels of two epochs of client 0, in the rounds 1 and 2."""
+@pytest.mark.parametrize("name", ["one-order", "sorted-labels"])
+def test_the_order_of_batches_in_two_epochs_of_the_rounds_1_and_2(patched, trainer, tiny, name):
     batches = patched(name, "common/train.py")["Trainer"]._batches
-    return [[torch.cat(part) for part in zip(*batches(trainer, 0, t))] for t in (1, 2)]
-
-
-def test_one_order_is_that_of_all_epochs_and_rounds(patched, trainer, tiny):
-    (x, _), (later, _) = orders(patched, trainer, "one-order")
-    own, _ = trainer.batch(trainer.clients.train[0])
-    assert torch.equal(x, later) and torch.equal(x[:40], x[40:])
-    assert not torch.equal(x[:40], own)
-    assert torch.equal(x[:40].sum((1, 2, 3)).sort().values, own.sum((1, 2, 3)).sort().values)
-
-
-def test_sorted_labels_ascend_in_each_epoch(patched, trainer, tiny):
-    x, y = orders(patched, trainer, "sorted-labels")[0]
-    expected = tiny.y[trainer.clients.train[0]].sort().values
-    assert torch.equal(y[:40], expected) and torch.equal(y[40:], expected)
-    assert not torch.equal(x[:40], x[40:])  # within a class the order is random
+    (x, y), (later, _) = [[torch.cat(p) for p in zip(*batches(trainer, 0, t))] for t in (1, 2)]
+    own = tiny.y[trainer.clients.train[0]]
+    if name == "one-order":
+        assert torch.equal(x, later) and torch.equal(x[:40], x[40:])
+        assert not torch.equal(y[:40], own) and torch.equal(y[:40].sort().values, own.sort().values)
+    else:
+        assert torch.equal(y, own.sort().values.repeat(2))
+        assert not torch.equal(x[:40], x[40:])  # within a class the order is random
 
 
 def test_a_client_that_is_not_reset_goes_on_from_the_one_before(patched, trainer):

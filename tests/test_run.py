@@ -4,8 +4,6 @@ import importlib
 import itertools
 import json
 import re
-import runpy
-import shlex
 import shutil
 import signal
 import subprocess
@@ -21,7 +19,6 @@ from helpers import (
     ROOT,
     in_each_round,
     kept,
-    lines_of,
     outcome,
     parsed,
     poison,
@@ -41,7 +38,6 @@ import fediir
 import minimax_select
 import uefl
 from common import UserError, ranks
-from common.ranks import say_once
 from common.runner import compare, flags, plots, runs
 from common.splits import make_clients
 from common.train import ADVICE
@@ -131,23 +127,17 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(start, start_and_stop, w
 @pytest.mark.parametrize("method", CUTS)
 def test_a_notebooks_loop_is_the_run_and_goes_on_from_any_of_its_states(whole, method):
     """It has no Run. It may change a state in place."""
-    folder = whole(method)
     args, _, clients, trainer = prepared(method, CUTS[method])
 
-    def rounds_from(state):
-        found = []
-        for of_round, row in method.federate(args, clients, trainer, **copy.deepcopy(state)):
-            row = {name: value for name, value in row.items() if name not in trainer.cost()}
-            found.append(copy.deepcopy((of_round, row)))
-        return found
+    def states_from(state):
+        rounds = method.federate(args, clients, trainer, **copy.deepcopy(state))
+        return [copy.deepcopy(state) for state, _ in rounds]
 
-    rounds = rounds_from({})
-    kept_round = kept(folder)["t"]
-    torch.testing.assert_close(rounds[kept_round - 1][0], kept(folder), rtol=0, atol=0)
-    for (_, row), saved in zip(rounds, read_rows(folder), strict=True):
-        assert float(saved["id_accuracy"]) == pytest.approx(float(row["id_accuracy"]), rel=1e-5)
-    for t, (state, _) in enumerate(rounds, 1):
-        torch.testing.assert_close(rounds_from(state), rounds[t:], rtol=0, atol=0)
+    states = states_from({})
+    norm = float(runs.weights_in(states[-1]).norm())
+    assert norm == pytest.approx(float(read_rows(whole(method))[-1]["norm"]), rel=1e-5)
+    for t, state in enumerate(states, 1):
+        torch.testing.assert_close(states_from(state), states[t:], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("method", CUTS)
@@ -288,10 +278,9 @@ def test_one_round_has_no_rehearsal_and_a_resumed_run_has_one(mine, start, launc
     assert code == 2 and f"round 2 comes to another train_loss {REHEARSED}" in line
 
 
-def test_a_state_that_federate_does_not_take_is_refused(refused, monkeypatch):
-    states = [({"t": t, "w": torch.ones(2)}, {"selected": [0], "train_loss": 0.5}) for t in (1, 2)]
-    monkeypatch.setattr(fedavg, "federate", lambda args, clients, trainer, t=0: iter(states))
-    refused(fedavg, CUTS[fedavg] + "--no-compare", "unexpected keyword argument 'w'")
+def test_a_state_that_federate_does_not_take_is_refused(mine, refused):
+    method = mine('{"t": t, "w": w}', '{"t": t, "w": w, "v": v}')
+    refused(method, TWELVE, "unexpected keyword argument 'v'")
 
 
 def test_processes_that_end_after_other_rounds_are_refused(refused, monkeypatch):
@@ -458,27 +447,18 @@ uefl --clients 9 -> --clients has no effect with --partition silos
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.strip().splitlines())
-def test_a_mistake_is_one_clear_line_and_writes_nothing(mistake, tmp_path, monkeypatch, capsys):
-    """Each file is a program."""
+def test_a_mistake_is_one_clear_line_and_writes_nothing(mistake, launched, tmp_path):
     typed, says = mistake.split(" -> ")
-    name, *words = shlex.split(typed)
-    for file, text in {
-        "full/notes.txt": "mine",
-        "torn/args.json": '{"method": "fed',
-        "other/args.json": '{"flags": {"method": "fedavg", "precision": 0}}',
-    }.items():
-        (tmp_path / file).parent.mkdir()
-        (tmp_path / file).write_text(text)
+    name, words = typed.split(" ", 1)
+    for folder in ("full", "torn", "other"):
+        Path(folder).mkdir()
+    Path("full/notes.txt").write_text("mine")
+    Path("torn/args.json").write_text('{"method": "fed')
+    Path("other/args.json").write_text('{"flags": {"method": "fedavg", "precision": 0}}')
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [program := str(ROOT / f"{name}.py"), *words])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(program, run_name="__main__")
-    out, err = capsys.readouterr()
-    [line] = lines_of(err)
-    assert end.value.code == 2 and out == "" and says in line and len(line) < 400
-    assert line.startswith(f"{name}.py: ")
-    ranks.may_fork = False  # it was a program for a moment
+    code, [line] = launched(importlib.import_module(name), words)
+    assert code == 2 and launched.out == "" and len(line) < 400
+    assert line.startswith(f"{name}.py: ") and says in line
     after = sorted(p for p in tmp_path.rglob("*") if "empty" not in p.parts)
     assert after == before  # torchvision may make its own empty folder, but nothing else appears
 
@@ -565,12 +545,8 @@ def test_a_repeated_round_has_the_same_model(new_run):
     """And then it is the checkpoint, so a program that is killed in the next round gets on."""
     w = torch.ones(2)
     new_run().record({"t": 1, "w": w}, {"mine": 3.5})
-    again = new_run("--resume run")
-    again.record({"t": 1, "w": w}, {"mine": 4.5})
+    new_run("--resume run").record({"t": 1, "w": w}, {"mine": 4.5})
     assert kept(Path("run"))["t"] == 1
-    (again.folder / "checkpoint.pt").unlink()
-    with pytest.raises(UserError, match="round 1 has another norm than before"):
-        new_run("--resume run").record({"t": 1, "w": 2 * w}, {"mine": 3.5})
 
 
 def test_federate_must_not_change_args(mine, refused):
@@ -602,11 +578,8 @@ def test_a_run_that_is_made_longer_repeats_a_round_and_changes_nothing_if_it_dif
     assert outcome(start(fedavg, "--resume other")) == outcome(folder)  # there is nothing to do
 
 
-def test_there_is_a_checkpoint_every_30_seconds_and_never_of_the_last_round(
-    new_run, monkeypatch, capsys
-):
-    """A round takes 10 seconds, and leaves the model as it was."""
-    say_once.cache_clear()
+def test_there_is_a_checkpoint_every_30_seconds_and_never_of_the_last_round(new_run, monkeypatch):
+    """A round takes 10 seconds."""
     run, clock, found = new_run(), [0.0], []
     monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     for t in range(1, 11):
@@ -614,19 +587,6 @@ def test_there_is_a_checkpoint_every_30_seconds_and_never_of_the_last_round(
         run.record({"t": t, "w": torch.ones(2)}, {})
         found += [kept(run.folder)["t"]] if run.checkpoint.exists() else []
     assert found == [1, 1, 1, 1, 5, 5, 5, 5, 9]
-    assert capsys.readouterr().err.count("the model is that of the round before") == 1
-
-
-def test_the_model_of_a_run_answers_as_its_table_says(whole, tiny):
-    folder, model = whole(convex_hull_select), prepared(fedavg, WU)[3].model
-    model.load_state_dict(torch.load(folder / "model.pt"))
-    guess = model.eval()(tiny.x[tiny.test].float() / 127.5 - 1).argmax(1)
-    labels = tiny.y[tiny.test]
-    cells = torch.stack([guess[labels == c].bincount(minlength=3) for c in range(3)])
-    _, *lines = csv.reader((folder / "confusion.csv").open())
-    for c, line in enumerate(lines):
-        assert line == ["abc"[c], *map(str, cells[c].tolist())]
-    assert read_rows(folder)[-1]["hits"] == " ".join(map(str, cells.diagonal().tolist()))
 
 
 @pytest.mark.parametrize("changed", ["lr", "data"])
@@ -649,9 +609,6 @@ def test_another_machine_is_named_and_the_run_goes_on(start, start_and_stop, who
     Path("cut/metrics.csv").write_text("round,norm\n2,9.9\n")  # its last digits may differ
     assert outcome(start(fedavg, "--resume cut")) == expected
     assert "cut began with another torch, so" in capsys.readouterr().err
-    machine = runs.machine_in(json.loads(file.read_text()))
-    assert machine["torch"].startswith("1.") and ", then " in machine["torch"]
-    assert "then" not in machine["numpy"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "one bit"])
@@ -696,10 +653,9 @@ def test_a_setting_that_no_flag_is_called_is_refused(monkeypatch):
 
 def test_label_skew_does_not_inherit_the_rotations_of_silos():
     assert parsed(uefl, "--partition iid").rotate is None
-    assert parsed(uefl, "--partition iid --rotate 15").rotate == [15]
-    assert parsed(uefl, "").rotate == parsed(uefl, "--partition domain").rotate == [0, -50, 120]
+    assert parsed(uefl, "--partition domain").rotate == [0, -50, 120]
     mnist = parsed(fediir, "--dataset mnist --partition iid")
-    assert mnist.rotate and float(mnist.test_domain) in mnist.rotate  # it leaves one angle out
+    assert float(mnist.test_domain) in mnist.rotate  # it leaves one angle out
 
 
 @pytest.mark.parametrize("method", CUTS)
@@ -726,6 +682,7 @@ def test_evaluations_come_every_so_many_rounds_and_after_the_last(start, method,
     found = read_rows(start(method, CUTS[method] + "--evaluate-every 3 --no-compare"))
     assert [row["round"] for row in found if row["id_accuracy"]] == [*rounds]
     assert all(row["train_loss"] for row in found)
+    assert ("unseen_accuracy" in found[-1]) == (method is fedavg)  # in UEFL everybody trains
 
 
 # ---------------------------------------------------------------- runs that go on by themselves
@@ -775,11 +732,3 @@ def test_metrics_that_were_cut_are_whole_after_resume(start, whole):
     expected = outcome(whole(fedavg))
     Path("whole/metrics.csv").write_text("round,seconds\n1,0.5\n")
     assert outcome(start(fedavg, "--resume whole/")) == expected
-
-
-def test_a_redirected_stderr_gets_a_line_a_minute_and_not_one_a_round(start, monkeypatch):
-    with open("log.txt", "w+") as file:
-        monkeypatch.setattr(sys, "stderr", file)
-        start(fedavg, CUTS[fedavg] + "--no-compare --rounds 9")
-        file.seek(0)
-        assert len(re.findall(r"\d+%\|", file.read())) <= 3

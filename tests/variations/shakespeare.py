@@ -50,7 +50,6 @@ def test_leafs_json(tmp_path):
 def test_each_speaker_is_a_client(tmp_path):
     data, _ = play(tmp_path, 5)
     clients = make_clients(data, partition="speaker")
-    assert len(clients.train) == 5 and clients.participating == 2
     speakers = [data.domain[train[0]].item() for train in clients.train]
     assert sorted(speakers) == [0, 1, 2, 3, 4]
     for held, part in ((clients.train, data.train), (clients.test, data.test)):
