@@ -1,4 +1,7 @@
-"""The controls that change the data or FedAvg: each diff does what its paragraph says."""
+"""The controls that change the data or FedAvg: each diff does what its paragraph says.
+
+What a diff of one line does can be read in it.
+"""
 
 import runpy
 from dataclasses import replace
@@ -38,11 +41,6 @@ def test_in_the_control_of_colours_both_clients_trust_the_colour_equally(patched
     assert torch.equal(data["y"], coloured()["y"])
 
 
-def test_grey_digits_have_the_shapes_of_the_coloured_ones_and_no_colour(patched):
-    x, in_colour = patched("colours-grey", "common/glyphs.py")["coloured"]()["x"], coloured()["x"]
-    assert torch.equal(x, in_colour.amax(1, keepdim=True).expand_as(x))
-
-
 def test_twins_are_two_clients_for_each_rare_class(patched):
     data = ten_classes()
     clients = patched("twins", "common/splits.py")["make_clients"](data, 3, "rare", clients=20)
@@ -52,30 +50,6 @@ def test_twins_are_two_clients_for_each_rare_class(patched):
 
 
 # ------------------------------------------------------------------------------------------- FedAvg
-
-
-@pytest.mark.parametrize("name", ["one-order", "sorted-labels"])
-def test_the_order_of_batches_in_two_epochs_of_the_rounds_1_and_2(patched, trainer, tiny, name):
-    batches = patched(name, "common/train.py")["Trainer"]._batches
-    (x, y), (later, _) = [[torch.cat(p) for p in zip(*batches(trainer, 0, t))] for t in (1, 2)]
-    own = tiny.y[trainer.clients.train[0]]
-    if name == "one-order":
-        assert torch.equal(x, later) and torch.equal(x[:40], x[40:])
-        assert not torch.equal(y[:40], own) and torch.equal(y[:40].sort().values, own.sort().values)
-    else:
-        assert torch.equal(y, own.sort().values.repeat(2))
-        assert not torch.equal(x[:40], x[40:])  # within a class the order is random
-
-
-def test_a_client_that_is_not_reset_goes_on_from_the_one_before(patched, trainer):
-    def trained(train, theta, *ids):
-        return train(trainer, local_solver, theta, torch.tensor(ids), 1)[0]
-
-    correct, initial = type(trainer).train, trainer.initial
-    found = trained(patched("not-reset", "common/train.py")["Trainer"].train, initial, 0, 2)
-    first = trained(correct, initial, 0)[0]
-    assert torch.equal(found[0], first)
-    assert torch.equal(found[1], trained(correct, first, 2)[0])
 
 
 def test_the_momentum_of_one_optimizer_goes_to_the_next_client(patched, trainer, tiny):
@@ -101,14 +75,6 @@ def test_dirichlet_over_clients_gives_equal_sizes(patched):
         assert torch.equal(torch.cat(parts).sort().values, torch.arange(1000))
         most[alpha] = labels[parts[0]].bincount().max()  # of one class
     assert most[1e-3] == 100 and most[1e6] < 25
-
-
-def test_with_test_images_in_the_pool_clients_hold_all_images(patched, tiny):
-    make_clients = patched("test-in-pool", "common/splits.py")["make_clients"]
-    clients = make_clients(tiny, 0, "iid", clients=3, held_out=0)
-    held = torch.cat(clients.train).sort().values
-    assert torch.equal(held, torch.cat([tiny.train, tiny.test]))
-    assert torch.equal(clients.tests["ood"], tiny.test)
 
 
 @pytest.mark.usefixtures("start")

@@ -7,7 +7,6 @@ import common.data
 import minimax_select
 from common.chance import random_at
 from common.models import build
-from common.splits import make_clients
 
 load = common.data.load
 
@@ -45,15 +44,6 @@ def test_leafs_json(tmp_path):
     assert [data.classes[c] for c in data.y] == samples["y"]
     assert len(data.test) == 20 and len(data.train) == 180 - 80
     assert "".join(data.classes[c] for c in data.x[0]) == samples["x"][0]
-
-
-def test_each_speaker_is_a_client(tmp_path):
-    data, _ = play(tmp_path, 5)
-    clients = make_clients(data, partition="speaker")
-    speakers = [data.domain[train[0]].item() for train in clients.train]
-    assert sorted(speakers) == [0, 1, 2, 3, 4]
-    for held, part in ((clients.train, data.train), (clients.test, data.test)):
-        assert all(map(torch.equal, held, [part[data.domain[part] == s] for s in speakers]))
 
 
 def test_id_is_ood_if_all_roles_participate(start, monkeypatch, tmp_path):
