@@ -3,6 +3,7 @@ import csv
 import importlib
 import itertools
 import json
+import os
 import re
 import shutil
 import signal
@@ -622,6 +623,15 @@ def test_a_damaged_checkpoint_costs_rounds_and_no_run(start_and_stop, start, who
     file.write_bytes(content[:9] if damage == "cut" else content)
     assert outcome(start(fedavg, "--resume cut")) == expected
     assert "checkpoint.pt cannot be read" in capsys.readouterr().err
+
+
+def test_a_full_disk_or_a_power_loss_leaves_the_old_file_whole(tmp_path, monkeypatch):
+    file = tmp_path / "metrics.csv"
+    runs.write_whole(file, "old")
+    monkeypatch.setattr(os, "fsync", lambda number: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runs.write_whole(file, "new")
+    assert file.read_text() == "old"
 
 
 def test_several_seeds_that_stop_before_the_first_round_can_go_on(start, monkeypatch):
