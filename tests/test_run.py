@@ -200,7 +200,7 @@ KEEPS = {  # what somebody writes in line 6 of FedAvg, or in place of the select
     "a variable": "(v := 0.9 * v + alpha @ w_k)",
     "an object": "alpha @ w_k * next(helper.count)",
     "the learning rate": "alpha @ w_k + 0 * (vars(trainer.local).update(lr=0.01 * t) or w)",
-    "the clients": "alpha @ w_k * (clients.groups.append('') or len(clients.groups))",
+    "the clients": "alpha @ w_k + clients.__dict__.setdefault('first', w)",
     "a generator": "torch.tensor(helper.random.Random().sample(range(9), 4))",
 }
 REHEARSED = "if it begins again from the state of the round before: what a round needs is in"
