@@ -1,5 +1,6 @@
 import os
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -148,12 +149,15 @@ def launched(capsys, monkeypatch, tmp_path):
     """
     monkeypatch.chdir(tmp_path)
 
-    def end_of(method, flags, run=lambda method, flags: method.main(shlex.split(flags))):
+    def end_of(method, flags, run=None):
         capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", [method.__file__])
+        monkeypatch.setattr(sys, "argv", [method.__file__, *shlex.split(flags)])
         code = 0
         try:
-            launch(lambda: run(method, flags))
+            if run:
+                launch(lambda: run(method, flags))
+            else:
+                runpy.run_path(method.__file__, run_name="__main__")
         except SystemExit as end:
             code = end.code
         ranks.may_fork = False

@@ -80,7 +80,7 @@ def prepared(method, words):
     return args, data, clients, trainer
 
 
-def poison(client, t, patch=setattr, seed=0):
+def poison(client, t, seed, patch=setattr):
     """In round t of the run with this seed the images of this client are NaN, so it diverges."""
     batches = Trainer._batches
 

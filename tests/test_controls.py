@@ -1,4 +1,7 @@
-"""The controls that change the data or FedAvg: each diff does what its paragraph says."""
+"""The controls that change the data or FedAvg: each diff does what its paragraph says.
+
+What a diff of one line does can be read in it.
+"""
 
 import runpy
 from dataclasses import replace
@@ -38,11 +41,6 @@ def test_in_the_control_of_colours_both_clients_trust_the_colour_equally(patched
     assert torch.equal(data["y"], coloured()["y"])
 
 
-def test_grey_digits_have_the_shapes_of_the_coloured_ones_and_no_colour(patched):
-    x, in_colour = patched("colours-grey", "common/glyphs.py")["coloured"]()["x"], coloured()["x"]
-    assert torch.equal(x, in_colour.amax(1, keepdim=True).expand_as(x))
-
-
 def test_twins_are_two_clients_for_each_rare_class(patched):
     data = ten_classes()
     clients = patched("twins", "common/splits.py")["make_clients"](data, 3, "rare", clients=20)
@@ -52,38 +50,6 @@ def test_twins_are_two_clients_for_each_rare_class(patched):
 
 
 # ------------------------------------------------------------------------------------------- FedAvg
-
-
-def orders(patched, trainer, name):
-    """The images and labels of two epochs of client 0, in the rounds 1 and 2."""
-    batches = patched(name, "common/train.py")["Trainer"]._batches
-    return [[torch.cat(part) for part in zip(*batches(trainer, 0, t))] for t in (1, 2)]
-
-
-def test_one_order_is_that_of_all_epochs_and_rounds(patched, trainer, tiny):
-    (x, _), (later, _) = orders(patched, trainer, "one-order")
-    own, _ = trainer.batch(trainer.clients.train[0])
-    assert torch.equal(x, later) and torch.equal(x[:40], x[40:])
-    assert not torch.equal(x[:40], own)
-    assert torch.equal(x[:40].sum((1, 2, 3)).sort().values, own.sum((1, 2, 3)).sort().values)
-
-
-def test_sorted_labels_ascend_in_each_epoch(patched, trainer, tiny):
-    x, y = orders(patched, trainer, "sorted-labels")[0]
-    expected = tiny.y[trainer.clients.train[0]].sort().values
-    assert torch.equal(y[:40], expected) and torch.equal(y[40:], expected)
-    assert not torch.equal(x[:40], x[40:])  # within a class the order is random
-
-
-def test_a_client_that_is_not_reset_goes_on_from_the_one_before(patched, trainer):
-    def trained(train, theta, *ids):
-        return train(trainer, local_solver, theta, torch.tensor(ids), 1)[0]
-
-    correct, initial = type(trainer).train, trainer.initial
-    found = trained(patched("not-reset", "common/train.py")["Trainer"].train, initial, 0, 2)
-    first = trained(correct, initial, 0)[0]
-    assert torch.equal(found[0], first)
-    assert torch.equal(found[1], trained(correct, first, 2)[0])
 
 
 def test_the_momentum_of_one_optimizer_goes_to_the_next_client(patched, trainer, tiny):
@@ -109,14 +75,6 @@ def test_dirichlet_over_clients_gives_equal_sizes(patched):
         assert torch.equal(torch.cat(parts).sort().values, torch.arange(1000))
         most[alpha] = labels[parts[0]].bincount().max()  # of one class
     assert most[1e-3] == 100 and most[1e6] < 25
-
-
-def test_with_test_images_in_the_pool_clients_hold_all_images(patched, tiny):
-    make_clients = patched("test-in-pool", "common/splits.py")["make_clients"]
-    clients = make_clients(tiny, 0, "iid", clients=3, held_out=0)
-    held = torch.cat(clients.train).sort().values
-    assert torch.equal(held, torch.cat([tiny.train, tiny.test]))
-    assert torch.equal(clients.tests["ood"], tiny.test)
 
 
 @pytest.mark.usefixtures("start")

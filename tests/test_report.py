@@ -16,18 +16,11 @@ from results import report
 def make_run(folder, accuracies, seed=0, domain=None, about=(), **flags):
     """A finished run with these ID accuracies; its OOD accuracies are 1 minus these."""
     folder.mkdir(parents=True)
-    shared = {
-        "lr": 0.1,
-        "rounds": len(accuracies),
-        "method": "fediir",
-        "code": {"fediir.py": "abc"},
-    }
+    shared = {"lr": 0.1, "rounds": 9, "method": "fediir", "code": {"fediir.py": "abc"}}
     flags = {**shared, "seed": seed, "test_domain": domain, "out": str(folder), **flags}
-    about = {
-        "flags": flags, "images": 1, "machines": [{"torch": "2.14"}], "classes": ["cat", "dog"],
-        "finished": len(accuracies), **dict(about),
-    }  # fmt: skip
-    (folder / "args.json").write_text(json.dumps(about))
+    facts = {"flags": flags, "images": 1, "classes": ["cat", "dog"], "finished": len(accuracies)}
+    facts["machines"] = [{"torch": "2.14"}]
+    (folder / "args.json").write_text(json.dumps({**facts, **dict(about)}))
     rows = [f"{t},{x},{1 - x},{5 * x},3 17" for t, x in enumerate(accuracies, start=1)]
     lines = ["round,id_accuracy,ood_accuracy,norm,selected", *rows, ""]
     (folder / "metrics.csv").write_text("\n".join(lines))
@@ -64,11 +57,8 @@ def test_a_folder_is_a_row_with_its_runs_wherever_they_lie_in_it(tmp_path, compa
 
     A baseline stops where its method has stopped, which can depend on the seed.
     """
-    one = {"stop": 6, "processes": 4, "dataset": "pets"}
-    other = {"stop": 7, "dataset": "/home/me/pets"}
-    shared = {"gamma": [0, -50]}
-    make_run(tmp_path / "runs/a/x/y", [0.1, 0.6, 0.6, 0.6, 0.6, 0.6], 1, **{**shared, **one})
-    make_run(tmp_path / "runs/a/seed0", [0.1, 0.8, 0.8, 0.8, 0.8, 0.8], **{**shared, **other})
+    make_run(tmp_path / "runs/a/x/y", [0.1] + 5 * [0.6], 1, stop=6, processes=4, dataset="pets")
+    make_run(tmp_path / "runs/a/seed0", [0.1] + 5 * [0.8], stop=7, dataset="/home/me/pets")
     make_run(tmp_path / "runs/b", [0.9] * 6, lr=0.5)
     make_run(tmp_path / "other/b", [0.3] * 6)
     assert compared("runs/a")["a"] == ["0 1", "70.0 ± 14.1", "30.0 ± 14.1"]
@@ -78,7 +68,6 @@ def test_a_folder_is_a_row_with_its_runs_wherever_they_lie_in_it(tmp_path, compa
 
 UNLIKE = """
 "lr": 0.5, "code": {"fediir.py": "def"} -> lr 0.1 .0., 0.5 .1.; code of fediir.py abc .0., def
-"sizes": [[1], [3]] -> sizes ..1., .2.. .0., ..1., .3.. .1.$
 "about": {"images": 2} -> images 1 .0., 2 .1.$
 "seed": 0, "out": "elsewhere" -> 0 and .*1 have the same seed: give each as a row
 """  # changes of the second run -> what is said
@@ -87,10 +76,8 @@ UNLIKE = """
 @pytest.mark.parametrize("case", UNLIKE.strip().splitlines())
 def test_a_row_may_differ_in_seed_and_test_domain_alone(tmp_path, compared, case):
     changes, says = case.split(" -> ")
-    make_run(tmp_path / "a/0", [0.5], 0, sizes=[[1], [2]])
-    make_run(
-        tmp_path / "a/1", [0.7], **{"seed": 1, "sizes": [[1], [2]], **json.loads(f"{{{changes}}}")}
-    )
+    make_run(tmp_path / "a/0", [0.5])
+    make_run(tmp_path / "a/1", [0.7], **{"seed": 1, **json.loads(f"{{{changes}}}")})
     with pytest.raises(UserError, match=says):
         compared("a")
 
@@ -126,28 +113,19 @@ def test_differences_are_paired_within_a_test_domain_and_then_averaged(tmp_path,
 
 def test_each_kind_of_measure_by_hand():
     """Shares as the mean of the last five or of all evaluations, costs as the last number."""
-    run = Namespace(args=Namespace(seed=3, test_domain=None, rounds=9), images=1)
+    run = Namespace(args=Namespace(seed=3, test_domain=None))
     run.rows = [{"round": t, "samples": 1000 * t, "megabytes": t / 4} for t in range(1, 8)]
     for row, share in zip(run.rows[:6], [1, 0.5, 0.5, 0.5, 0.5, 0]):
         row |= {"ood_accuracy": share, "rare_selected": share}
     found = "|".join(map("; ".join, table.table({"a": [run], "b": [run]})))
-    header = (
-        "; seeds; ood_accuracy; rare_selected, all evaluations; samples, in all; megabytes, in all"
-    )
+    header = "; seeds; ood_accuracy; rare_selected, all evaluations; samples, in all; megabytes"
     line = "; 3; 40.0; 50.0; 7,000; 1.8"
-    assert found == f"{header}|a{line}|b{line}|a - b; 3; +0.0; +0.0; ; "
-    early = Namespace(
-        args=Namespace(seed=4, test_domain=None, rounds=9), images=1, rows=run.rows[6:]
-    )
+    assert found == f"{header}, in all|a{line}|b{line}|a - b; 3; +0.0; +0.0; ; "
+    early = Namespace(args=Namespace(seed=4, test_domain=None), rows=run.rows[6:])
     assert table.table({"a": [run, early]})[0][2].startswith("samples")  # no mean over one of two
 
 
-SHARED = {
-    "accuracies": [0.5] * 9, "model": "cnn", "gamma": 1, "rotate": [0, 90],
-    "small": False, "data_dir": "x",
-}  # fmt: skip
-
-
+SHARED = {"accuracies": [0.5] * 9, "gamma": 1, "rotate": [0, 90], "small": False, "data_dir": "x"}
 NOT_SHARED = """
 "method": "mine", "code": {"mine.py": "x"}, "small": true, "data_dir": "y" ->
 "gamma": 0, "local_epochs": 1 -> gamma 0 (a), 1 (b)
@@ -214,10 +192,8 @@ def test_what_is_no_run_is_refused(tmp_path, compared):
     make_run(tmp_path / "one", [0.5])
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("not a run, but runs/* names it, too")
-    assert compared("one", "notes.txt") == compared("one")
-    assert compared("empty", "one") == compared("one")
-    for folder in ("empty", "notes.txt"):
-        with pytest.raises(UserError, match="no finished runs"):
-            compared(folder)
+    assert compared("one", "empty", "notes.txt") == compared("one")
+    with pytest.raises(UserError, match="no finished runs"):
+        compared("empty", "notes.txt")
     with pytest.raises(UserError, match="nowhere: no such folder"):
         compared("nowhere", "one")

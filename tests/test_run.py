@@ -1,17 +1,13 @@
-import copy
 import csv
 import importlib
 import itertools
 import json
 import os
 import re
-import runpy
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,17 +19,14 @@ from helpers import (
     ROOT,
     in_each_round,
     kept,
-    lines_of,
     outcome,
     parsed,
     poison,
-    prepared,
     read_rows,
     selections,
 )
 from matplotlib.figure import Figure
 from PIL import features
-from ranks import CALLS
 
 import common.data
 import convex_hull_select
@@ -43,7 +36,6 @@ import fediir
 import minimax_select
 import uefl
 from common import UserError, ranks
-from common.ranks import say_once
 from common.runner import compare, flags, plots, runs
 from common.splits import make_clients
 from common.train import ADVICE
@@ -131,28 +123,6 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(start, start_and_stop, w
 
 
 @pytest.mark.parametrize("method", CUTS)
-def test_a_notebooks_loop_is_the_run_and_goes_on_from_any_of_its_states(whole, method):
-    """It has no Run. It may change a state in place."""
-    folder = whole(method)
-    args, _, clients, trainer = prepared(method, CUTS[method])
-
-    def rounds_from(state):
-        found = []
-        for of_round, row in method.federate(args, clients, trainer, **copy.deepcopy(state)):
-            row = {name: value for name, value in row.items() if name not in trainer.cost()}
-            found.append(copy.deepcopy((of_round, row)))
-        return found
-
-    rounds = rounds_from({})
-    kept_round = kept(folder)["t"]
-    torch.testing.assert_close(rounds[kept_round - 1][0], kept(folder), rtol=0, atol=0)
-    for (_, row), saved in zip(rounds, read_rows(folder), strict=True):
-        assert float(saved["id_accuracy"]) == pytest.approx(float(row["id_accuracy"]), rel=1e-5)
-    for t, (state, _) in enumerate(rounds, 1):
-        torch.testing.assert_close(rounds_from(state), rounds[t:], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("method", CUTS)
 def test_baselines_are_ordinary_runs_that_anybody_can_start_by_hand(start, method):
     """Each has its flags, metrics, checkpoint, model and pictures, and can be resumed."""
     folder = start(method, CUTS[method])
@@ -186,27 +156,18 @@ def test_a_baseline_stops_with_its_method_and_keeps_its_schedule(start, monkeypa
     assert {*seen} == {4}
 
 
-def test_two_rows_of_one_name_are_refused(start, refused, monkeypatch):
-    run = compare.run
-
-    def named(args, federate, label, *others):
-        return run(args, federate, "Equal", *others)
-
-    monkeypatch.setattr(compare, "run", named)
-    refused(entropy_weighting, CUTS[entropy_weighting], "two rows have one name: Equal, equal")
+def test_two_rows_of_one_name_are_refused():
+    """Such as those of a copy in equal.py."""
+    equal = {"equal": {"weighting": "equal"}}
+    with pytest.raises(UserError, match="two rows have one name: Equal, equal"):
+        compare.sides_of(parsed(entropy_weighting, ""), "Equal", equal)
 
 
 def test_a_picture_never_costs_the_table(start, launched, monkeypatch):
-    """It has a colour for each of nine rows, and room for what is negative."""
     monkeypatch.setattr(plots, "curves", lambda *given: 1 / 0)
     code, lines = launched(fedavg, CUTS[fedavg], start)
     assert code == 0 and "curves.png cannot be drawn (ZeroDivisionError" in lines[-1]
     assert "id_accuracy" in launched.out
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
-    of_labels = {str(i): (np.arange(3), np.full((1, 3), -float(i))) for i in range(9)}
-    plots.panels("x.png", [("code_loss", "mine", of_labels)], 2)
-    assert figures[0].axes[0].get_ylim()[0] == -8
 
 
 def test_a_run_that_was_stopped_in_its_baseline_goes_on_there(start, start_and_stop, capsys):
@@ -223,36 +184,41 @@ def test_a_run_that_was_stopped_in_its_baseline_goes_on_there(start, start_and_s
 # --------------------------------------------------------- a line that somebody changes in a copy
 
 
-LINE = re.search(r"    selected = select\(.*\n", Path(fedavg.__file__).read_text())[0].strip()
-HABITS = """
-nothing; ; select(args, clients, trainer, w, t).tolist()
-random; import random; random.sample(range(clients.participating), clients.per_round)
-numpy; import numpy as np; np.random.choice(clients.participating, clients.per_round, False)
-torch; ; torch.randperm(clients.participating)[: clients.per_round]
-helper; import helper; helper.choose(clients)
-clock; import time, random; random.Random(time.time_ns()).sample(range(9), clients.per_round)
-own generator; import random; random.Random().sample(range(9), clients.per_round)
-count; turn = __import__("itertools").count(); [next(turn) % 9 for _ in range(4)]
-"""  # what somebody imports, and the clients that he selects with it in line 3
-HABITS = {name: rest for name, *rest in (line.split("; ") for line in HABITS.strip().split("\n"))}
 TWELVE = CUTS[fedavg].replace("6", "12").replace("ting 4", "ting 9").replace("le 2", "le 4")
+TWELVE += "--no-compare --device cpu --precision float32 --out run "
+HELPER = """
+import itertools, random
+import numpy as np, torch
+
+count = itertools.count(1)
+
+def choose():
+    return (torch.randperm(9)[:4] + random.randrange(9) + np.random.randint(9)) % 9
+"""
+SELECT = "select(args, clients, trainer, w, t)"
+KEEPS = {  # what somebody writes in line 6 of FedAvg, or in place of the selection
+    "a variable": "(v := 0.9 * v + alpha @ w_k)",
+    "an object": "alpha @ w_k * next(helper.count)",
+    "the learning rate": "alpha @ w_k + 0 * (vars(trainer.local).update(lr=0.01 * t) or w)",
+    "the clients": "alpha @ w_k + clients.__dict__.setdefault('first', w)",
+    "a generator": "torch.tensor(helper.random.Random().sample(range(9), 4))",
+}
 REHEARSED = "if it begins again from the state of the round before: what a round needs is in"
 
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """mine(imports, clients) is a copy of fedavg.py in which line 3 selects these clients."""
+    """mine(old, new) is a copy of fedavg.py with this change, imported anew, as a program does."""
     (tmp_path / "library").mkdir()
+    (tmp_path / "library/helper.py").write_text(HELPER)
     for folder in (tmp_path, tmp_path / "library"):
         monkeypatch.syspath_prepend(folder)
 
-    def copy(imports, clients):
+    def copy(old, new):
         text = Path(fedavg.__file__).read_text()
-        text = text.replace("import torch\n", f"import torch\n{imports}\n", 1)
-        text = text.replace(LINE, f"selected = torch.as_tensor({clients})")
-        (tmp_path / "mine.py").write_text(text)
-        helper = tmp_path / "library/helper.py"
-        helper.write_text(f"import random\ndef choose(clients): return {HABITS['random'][1]}")
+        text = text.replace("import torch\n", "import helper\nimport torch\n", 1)
+        text = text.replace("  # line 1\n", "\n    v = 0 * w\n", 1)
+        (tmp_path / "mine.py").write_text(text.replace(old, new))
         for name in ("mine", "helper"):
             monkeypatch.delitem(sys.modules, name, raising=False)
         importlib.invalidate_caches()
@@ -261,125 +227,52 @@ def mine(tmp_path, monkeypatch):
     return copy
 
 
-@pytest.mark.parametrize("habit", HABITS)
-def test_a_changed_line_is_the_same_run_anywhere_or_is_refused(
-    mine, start, start_and_stop, launched, refused, habit
+def test_a_line_that_draws_from_the_global_generators_is_the_same_run_anywhere(
+    mine, start, start_and_stop, launched
 ):
-    """In round 2, or with 2 processes, and after it was stopped in round 4."""
-    words = TWELVE + "--no-compare "
-
-    def method():  # imported anew, as each program does
-        return mine(*HABITS[habit])
-
-    two = f"{words} --precision float32 --device cpu --out two --processes 2"
-    if habit in ("clock", "own generator", "count"):
-        refused(method(), words, "round 2 comes to another model, selected, ")
-        says = "the processes differ in their clients: " if habit != "count" else REHEARSED
-        refused(method(), two, says)
-        return
-    expected = outcome(start(method(), words))
+    """With 2 processes, and after it was stopped in round 4."""
+    change = SELECT, "helper.choose()"
+    expected = outcome(start(mine(*change), TWELVE))
     assert len({*map(tuple, selections(expected[1]))}) > 2  # each round selects others
-    if habit == "nothing":
-        assert outcome(start(fedavg, words + "--out original")) == expected
-    start_and_stop(method(), words + "--out cut", 4, "cut")
-    assert launched(method(), two, start)[0] == 0 and outcome(Path("two")) == expected
-    assert outcome(start(method(), "--resume cut")) == expected
-
-
-class Keeps:
-    """Something that remembers: a number that grows with each call."""
-
-    calls = 0
-
-    def __call__(self, *given):
-        self.calls += 1
-        return self.calls
-
-
-KEEPS = {  # what somebody adds to federate() of FedAvg: before its loop, and in line 6
-    "w0": ("w0 = w.clone()", "alpha @ w_k + 0.1 * w0"),
-    "a draw": ("scale = torch.rand(())", "alpha @ w_k * scale"),
-    "momentum": ("v = 0 * w", "(v := 0.9 * v + alpha @ w_k)"),
-    "an object": ("", "alpha @ w_k * (1 + 0.1 * KEEPS())"),
-    "an attribute": ("", "alpha @ w_k + trainer.__dict__.setdefault('first', w)"),
-    "the learning rate": ("", "alpha @ w_k + 0 * (vars(trainer.local).update(lr=0.01 * t) or w)"),
-    "the clients": ("", "alpha @ w_k * (clients.groups.append('') or len(clients.groups))"),
-    "a function's own": ("", "alpha @ w_k * len(select.__dict__.setdefault('seen', []) + [t])"),
-}
-RIGHT = ["a function's own"]  # what it has kept does not change a round
+    start_and_stop(mine(*change), TWELVE + "--out cut", 4, "cut")
+    assert launched(mine(*change), TWELVE + "--out two --processes 2", start)[0] == 0
+    assert outcome(Path("two")) == expected
+    assert outcome(start(mine(*change), "--resume cut")) == expected
 
 
 @pytest.mark.parametrize("what", KEEPS)
 @pytest.mark.parametrize("n", [1, 2])
-def test_what_a_round_keeps_beside_the_state_is_refused(
-    start, launched, monkeypatch, tmp_path, what, n
-):
-    before, line_6 = KEEPS[what]
-    text = Path(fedavg.__file__).read_text()
-    text = text.replace("  # line 1\n", f"\n    {before}\n", 1)
-    text = text.replace("w = alpha @ w_k  # line 6", f"w = {line_6}  # line 6")
-    (tmp_path / "keeps.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "keeps", raising=False)
-    importlib.invalidate_caches()
-    method = importlib.import_module("keeps")
-    method.KEEPS = Keeps()
-    words = f"{TWELVE} --no-compare --precision float32 --device cpu --out run --processes {n}"
-    code, lines = launched(method, words, start)
-    if what in RIGHT:
-        assert code == 0
-    else:
-        assert code == 2 and REHEARSED in lines[-1], lines
-        assert len(read_rows(Path("run"))) == 1
+def test_what_a_round_keeps_beside_the_state_is_refused(mine, start, launched, what, n):
+    old = SELECT if what == "a generator" else "alpha @ w_k"
+    code, lines = launched(mine(old, KEEPS[what]), f"{TWELVE} --processes {n}", start)
+    says, rounds = REHEARSED, 1
+    if what == "a generator" and n == 2:  # one for each process
+        says, rounds = "the processes differ in their clients: ", 0
+    assert code == 2 and says in lines[-1], lines
+    assert len([*Path().glob("run/metrics.csv")]) == rounds
 
 
-def test_a_clients_made_up_loss_is_refused(start, launched, monkeypatch):
-    """The model is right, but a column is not what a resumed run would have."""
-    update, count = fedavg.client_update, Keeps()
-    monkeypatch.setattr(fedavg, "client_update", lambda *given: update(*given) + count())
-    words = f"{TWELVE} --no-compare --device cpu --out run"
-    code, [*_, line] = launched(fedavg, words, start)
+def test_one_round_has_no_rehearsal_and_a_resumed_run_has_one(mine, start, launched):
+    """It compares all columns, because a client may make up its loss."""
+    method = mine("selected, losses)", "selected, losses + next(helper.count))")
+    start(method, TWELVE + "--rounds 1")
+    code, [*_, line] = launched(method, "--resume run --rounds 4", start)
     assert code == 2 and f"round 2 comes to another train_loss {REHEARSED}" in line
 
 
-def test_one_round_has_no_rehearsal_and_a_resumed_run_has_one(start, launched, monkeypatch):
-    rounds, count = fedavg.federate, Keeps()
-
-    def federate(*given, **state):
-        for state, row in rounds(*given, **state):
-            yield state, row | {"mine": count()}
-
-    monkeypatch.setattr(fedavg, "federate", federate)
-    words = f"{TWELVE} --no-compare --out run --device cpu --precision float32 "
-    start(fedavg, words + "--rounds 1")
-    code, [*_, line] = launched(fedavg, "--resume run --rounds 4", start)
-    assert code == 2 and f"round 2 comes to another mine {REHEARSED}" in line
+def test_a_state_that_federate_does_not_take_is_refused(mine, refused):
+    method = mine('{"t": t, "w": w}', '{"t": t, "w": w, "v": v}')
+    refused(method, TWELVE, "unexpected keyword argument 'v'")
 
 
-@pytest.mark.parametrize("name", ["w", "momentum"])
-def test_a_state_that_federate_does_not_take_is_refused(start, refused, monkeypatch, name):
-    row = {"selected": [0], "train_loss": 0.5}
-    states = iter([({"t": t, "w": torch.ones(2), name: torch.ones(2)}, row) for t in (1, 2)])
-    monkeypatch.setattr(fedavg, "federate", lambda args, clients, trainer, t=0: states)
-    refused(fedavg, CUTS[fedavg] + "--no-compare", "unexpected keyword argument 'w'")
-
-
-@pytest.mark.parametrize("what", ["weights", "last round"])
-def test_processes_that_differ_after_the_last_round_are_refused(start, launched, monkeypatch, what):
-    measure = fedavg.evaluate
-    mine = lambda trainer, w, *others: measure(trainer, w + os.getpid(), *others)  # noqa: E731
+def test_processes_that_end_after_other_rounds_are_refused(refused, monkeypatch):
     rounds = fedavg.federate
 
     def early(*given, **state):
         return itertools.islice(rounds(*given, **state), 1 + ranks.RANK)
 
-    if what == "last round":
-        monkeypatch.setattr(fedavg, "federate", early)
-    else:
-        monkeypatch.setattr(fedavg, "evaluate", mine)
-    words = f"{TWELVE} --no-compare --precision float32 --device cpu --rounds 2 --out two"
-    code, [line] = launched(fedavg, f"{words} --processes 2", start)
-    assert code == 2 and re.search(f"the processes differ in their ({what}|clients)", line)
+    monkeypatch.setattr(fedavg, "federate", early)
+    refused(fedavg, TWELVE + "--processes 2", "the processes differ in their ")
 
 
 def test_importing_a_piece_leaves_the_importers_generators_alone():
@@ -406,27 +299,24 @@ def test_each_process_has_one_thread_whatever_main_has_set(start, launched, monk
         torch.set_num_threads(2)
         return start(*given)
 
-    words = f"{TWELVE} --no-compare --device cpu --processes 2 --out two"
-    assert launched(fedavg, words, main)[0] == 0
-    assert {row["train_loss"] for row in outcome(Path("two"))[1]} == {"1"}
+    assert launched(fedavg, TWELVE + "--processes 2", main)[0] == 0
+    assert {row["train_loss"] for row in read_rows(Path("run"))} == {"1"}
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_what_is_kept_outside_federate_does_not_go_from_run_to_run(start, launched, monkeypatch, n):
-    measure, count = fedavg.evaluate, Keeps()
-    counted = lambda *given: measure(*given) | {"my_seconds": count()}  # noqa: E731
+def test_what_is_kept_outside_federate_does_not_go_from_run_to_run(start, launched, monkeypatch):
+    measure, count = fedavg.evaluate, itertools.count(1)
+    counted = lambda *given: measure(*given) | {"my_seconds": next(count)}  # noqa: E731
     monkeypatch.setattr(fedavg, "evaluate", counted)
-    words = f"{TWELVE} --device cpu --rounds 2 --seed 1 2 --processes {n} --out two"
+    words = f"{CUTS[fedavg]} --device cpu --rounds 2 --seed 1 2 --out two"
     assert launched(fedavg, words, start)[0] == 0
     found = [read_rows(file.parent) for file in Path().rglob("metrics.csv")]
     assert [[row["my_seconds"] for row in rows] for rows in found] == [["1", "2"]] * 6
 
 
-def test_a_copy_does_not_go_on_with_other_code(mine, start, refused, tmp_path):
-    method = mine(*HABITS["helper"])
-    before = outcome(start(method, TWELVE + "--no-compare"))
+def test_a_copy_does_not_go_on_with_other_code(mine, start, refused):
+    method, helper = mine(SELECT, "helper.choose()"), Path("library/helper.py")
+    before = outcome(start(method, TWELVE))
     flags.code_of.cache_clear()
-    helper = tmp_path / "library/helper.py"
     helper.write_bytes(f"# a comment\n\n{helper.read_text()}".replace("\n", "\r\n").encode())
     assert outcome(start(method, "--resume run")) == before
     flags.code_of.cache_clear()
@@ -464,24 +354,26 @@ def test_several_seeds_and_domains_are_runs_as_by_hand_and_resume_repeats_nothin
 
 
 def test_of_several_seeds_one_diverges_and_the_others_go_on(start, launched, monkeypatch, capsys):
-    words = CUTS[entropy_weighting] + "--seed 1 2 3 --out three"
+    """It is named, and what it has computed stays, on any number of processes."""
+    words = CUTS[entropy_weighting] + "--seed 1 2 3 --processes 2 --out three"
     k = selections(read_rows(start(entropy_weighting, words + " --out whole") / "seed2"))[2][0]
     out = capsys.readouterr().out
     with monkeypatch.context() as patch:
-        poison(k, 3, patch.setattr, seed=2)
+        poison(k, 3, 2, patch.setattr)
         code, lines = launched(entropy_weighting, words, start)
     line = f"entropy_weighting.py: three/seed2: client {k} diverged in round 3: {ADVICE}"
     assert code == 2 and lines == [line]
     assert re.search(r"^entropy +1 3 ", launched.out, re.M)  # the table counts the others
     for seed, name in itertools.product("13", ("", "-equal")):
         assert outcome(Path(f"three{name}/seed{seed}")) == outcome(Path(f"whole{name}/seed{seed}"))
+    assert outcome(Path("three/seed2")) == ([], outcome(Path("whole/seed2"))[1][:2])
     assert not Path("three-equal/seed2").exists()  # nobody knows how many rounds it should have
     start(entropy_weighting, "--resume three")
     assert capsys.readouterr().out.splitlines()[-9:-1] == out.splitlines()[-9:-1]
     assert outcome(Path("three/seed2")) == outcome(Path("whole/seed2"))
 
 
-@pytest.mark.parametrize("fails", [sys.exit, lambda: 1 / 0, Path("gone").read_text])
+@pytest.mark.parametrize("fails", [sys.exit, Path("gone").read_text])
 def test_of_several_seeds_one_ends_early_and_the_others_go_on(start, launched, monkeypatch, fails):
     federate = fedavg.federate
 
@@ -522,7 +414,6 @@ uefl --sample 3 -> --sample: in UEFL all clients train
 uefl --model convnet -> convnet has no dropout
 uefl --segments 7 -> --segments 7 does not divide
 fedavg --dataset colours --model vgg16 -> take another model, or larger images
-fedavg --dataset colours --model resnet50 -> take another model, or larger images
 fedavg --pretrained -> no ImageNet weights for cnn
 fedavg --pretrained weights.pt --model resnet18 -> cannot be loaded from weights.pt
 fedavg --device cuda -> no GPU was found: choose cpu
@@ -540,45 +431,25 @@ uefl --clients 9 -> --clients has no effect with --partition silos
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.strip().splitlines())
-def test_a_mistake_is_one_clear_line_and_writes_nothing(mistake, tmp_path, monkeypatch, capsys):
-    """Each file is a program. What does not fit the data is also in test_splits.py."""
+def test_a_mistake_is_one_clear_line_and_writes_nothing(mistake, launched, tmp_path):
     typed, says = mistake.split(" -> ")
-    name, *words = shlex.split(typed)
-    for file, text in {
-        "full/notes.txt": "mine",
-        "torn/args.json": '{"method": "fed',
-        "other/args.json": '{"flags": {"method": "fedavg", "precision": 0}}',
-    }.items():
-        (tmp_path / file).parent.mkdir()
-        (tmp_path / file).write_text(text)
+    name, words = typed.split(" ", 1)
+    for folder in ("full", "torn", "other"):
+        Path(folder).mkdir()
+    Path("full/notes.txt").write_text("mine")
+    Path("torn/args.json").write_text('{"method": "fed')
+    Path("other/args.json").write_text('{"flags": {"method": "fedavg", "precision": 0}}')
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [program := str(ROOT / f"{name}.py"), *words])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(program, run_name="__main__")
-    out, err = capsys.readouterr()
-    [line] = lines_of(err)
-    assert end.value.code == 2 and out == "" and says in line and len(line) < 400
-    assert line.startswith(f"{name}.py: ")
-    ranks.may_fork = False  # it was a program for a moment
+    code, [line] = launched(importlib.import_module(name), words)
+    assert code == 2 and launched.out == "" and len(line) < 400
+    assert line.startswith(f"{name}.py: ") and says in line
     after = sorted(p for p in tmp_path.rglob("*") if "empty" not in p.parts)
     assert after == before  # torchvision may make its own empty folder, but nothing else appears
 
 
-@pytest.mark.parametrize("method", CALLS)
-def test_a_client_that_diverges_is_named_and_what_has_been_computed_stays(
-    start, launched, monkeypatch, method
-):
-    words = f"{CALLS[method]} --evaluate-every 1 --no-compare "
-    healthy = outcome(start(method, words + "--out healthy"))
-    client, folder = selections(healthy[1])[1][-1], Path("run")
-    line = f"{method.__name__}.py: run: client {client} diverged in round 2: {ADVICE}"
-    with monkeypatch.context() as patch:
-        poison(client, 2, patch.setattr)
-        for more in (f"{words} --out run --processes 2", "--resume run --processes 1"):
-            assert launched(method, more, start) == (2, [line])
-            assert outcome(folder) == ([], healthy[1][:1])
-    assert outcome(start(method, "--resume run")) == healthy
+def test_a_single_class_is_refused():
+    with pytest.raises(UserError, match="pets has only one class, cat"):
+        compare.assemble(parsed(fedavg, ""), SimpleNamespace(name="pets", classes=["cat"]))
 
 
 def test_the_picture_of_the_clients_has_those_that_never_train(new_run, tiny, monkeypatch):
@@ -596,14 +467,6 @@ def test_the_picture_of_the_clients_has_those_that_never_train(new_run, tiny, mo
     assert (run.clients.label_counts.numpy() == held.images[0].get_array().T).all()
     found = [{bar.get_x() + 0.4: bar.get_height() for bar in axes.patches} for axes in bars]
     assert [[*of_axes.values()] for of_axes in found] == [[1, 2, 3], [0.5, 0, 1, 0.8, 0.6]]
-
-
-def test_a_class_that_no_participating_client_holds_is_named(start, capsys):
-    start(
-        fedavg,
-        f"{CUTS[fedavg]} --no-compare --rounds 1 --partition shards --participating 1 --sample 1",
-    )
-    assert re.search("no participating client has samples of [abc]", capsys.readouterr().err)
 
 
 def test_a_baseline_never_overwrites_another_run(start):
@@ -635,42 +498,27 @@ def test_before_a_round_has_ended_a_folder_is_free(start, launched, monkeypatch)
     start(fedavg, f"{CUTS[fedavg]} --no-compare --lr 0.3")
 
 
-def test_what_a_copy_yields_is_converted_or_named(new_run, tmp_path, capsys):
-    run = new_run()
+def test_what_a_copy_yields_is_converted_or_named(new_run, capsys):
     row = {"a": (1, 2.5), "c": np.arange(3), "d": torch.tensor(True)}
-    state = {"t": 1, "theta": torch.ones(2), "mine": {"list": [3, 0.5, None]}}
-    run.record(state, row | {"wrong": "text", "ragged": [[1], [1, 2]], "nothing": None})
-    assert "wrong, ragged is no number and no list of numbers" in capsys.readouterr().err
-    run.record({**state, "t": 2}, row)
-    found, _ = read_rows(tmp_path / "run")
-    assert [found[name] for name in row] == ["1 2.5", "0 1 2", "1"]
-    assert kept(tmp_path / "run")["mine"] == state["mine"]
-    with pytest.raises(UserError, match="seconds is a column already"):
-        run.record(state, {"seconds": 1.0})
-    for missing in ({"t": 1}, {"w": torch.ones(2)}):
-        with pytest.raises(UserError, match="or without the model: call it w, or theta"):
-            run.record(missing, {})
-    for wrong in (np.float64(0.5), lambda: 0):
-        with pytest.raises(UserError, match="something else than numbers and tensors"):
-            runs.copied(state | {"mine": wrong}, "cpu")
+    new_run().record({"t": 1, "w": torch.ones(2)}, row | {"wrong": "text", "nothing": None})
+    assert "wrong is no number and no list of numbers" in capsys.readouterr().err
+    (found,) = read_rows(Path("run"))
+    assert [found.get(name) for name in (*row, "wrong")] == ["1 2.5", "0 1 2", "1", None]
+    with pytest.raises(UserError, match="something else than numbers and tensors"):
+        runs.copied({"mine": lambda: 0}, "cpu")
 
 
 def test_a_repeated_round_has_the_same_model(new_run):
     """And then it is the checkpoint, so a program that is killed in the next round gets on."""
     w = torch.ones(2)
     new_run().record({"t": 1, "w": w}, {"mine": 3.5})
-    again = new_run("--resume run")
-    again.record({"t": 1, "w": w}, {"mine": 4.5})
+    new_run("--resume run").record({"t": 1, "w": w}, {"mine": 4.5})
     assert kept(Path("run"))["t"] == 1
-    (again.folder / "checkpoint.pt").unlink()
-    with pytest.raises(UserError, match="round 1 has another norm than before"):
-        new_run("--resume run").record({"t": 1, "w": 2 * w}, {"mine": 3.5})
 
 
 def test_federate_must_not_change_args(mine, refused):
     """The trainer has read them already, and a resumed run would have others."""
-    line = "vars(args).update(lr=1) or select(args, clients, trainer, w, t)"
-    refused(mine("", line), TWELVE + "--no-compare", "federate() changes args.lr")
+    refused(mine(SELECT, f"vars(args).update(lr=1) or {SELECT}"), TWELVE, "changes args.lr")
 
 
 def test_a_run_that_is_made_longer_repeats_a_round_and_changes_nothing_if_it_differs(
@@ -697,11 +545,8 @@ def test_a_run_that_is_made_longer_repeats_a_round_and_changes_nothing_if_it_dif
     assert outcome(start(fedavg, "--resume other")) == outcome(folder)  # there is nothing to do
 
 
-def test_there_is_a_checkpoint_every_30_seconds_and_never_of_the_last_round(
-    new_run, monkeypatch, capsys
-):
-    """A round takes 10 seconds, and leaves the model as it was."""
-    say_once.cache_clear()
+def test_there_is_a_checkpoint_every_30_seconds_and_never_of_the_last_round(new_run, monkeypatch):
+    """A round takes 10 seconds."""
     run, clock, found = new_run(), [0.0], []
     monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     for t in range(1, 11):
@@ -709,37 +554,17 @@ def test_there_is_a_checkpoint_every_30_seconds_and_never_of_the_last_round(
         run.record({"t": t, "w": torch.ones(2)}, {})
         found += [kept(run.folder)["t"]] if run.checkpoint.exists() else []
     assert found == [1, 1, 1, 1, 5, 5, 5, 5, 9]
-    assert capsys.readouterr().err.count("the model is that of the round before") == 1
 
 
-def test_the_model_of_a_run_answers_as_its_table_says(whole, tiny):
-    folder, model = whole(convex_hull_select), prepared(fedavg, WU)[3].model
-    model.load_state_dict(torch.load(folder / "model.pt"))
-    guess = model.eval()(tiny.x[tiny.test].float() / 127.5 - 1).argmax(1)
-    labels = tiny.y[tiny.test]
-    cells = torch.stack([guess[labels == c].bincount(minlength=3) for c in range(3)])
-    _, *lines = csv.reader((folder / "confusion.csv").open())
-    for c, line in enumerate(lines):
-        assert line == ["abc"[c], *map(str, cells[c].tolist())]
-    assert read_rows(folder)[-1]["hits"] == " ".join(map(str, cells.diagonal().tolist()))
-
-
-@pytest.mark.parametrize("changed", ["lr", "seed", "data", "data of a run without a checkpoint"])
+@pytest.mark.parametrize("changed", ["lr", "data"])
 def test_a_run_does_not_go_on_with_other_flags_or_data(whole, refused, monkeypatch, changed):
     folder = whole(fedavg)
-    more, says = "", f"differs in {changed.split()[0]} ("
-    if changed == "lr":
-        more = "--lr 3"
-    elif changed == "seed":  # of a folder that has been moved
-        text = (folder / "args.json").read_text()
-        (folder / "args.json").write_text(text.replace('"seed": 0', '"seed": 1'))
-    else:
+    before = outcome(folder)
+    if changed == "data":
         fingerprint = common.data.Dataset.fingerprint
         monkeypatch.setattr(common.data.Dataset, "fingerprint", lambda data: fingerprint(data) + 1)
-    if "without" in changed:
-        (folder / "checkpoint.pt").unlink()
-    before = outcome(folder)
-    refused(fedavg, f"--resume whole {more}", says)
+    more = "--lr 3" if changed == "lr" else ""
+    refused(fedavg, f"--resume whole {more}", f"differs in {changed} (")
     assert outcome(folder) == before
 
 
@@ -747,14 +572,10 @@ def test_another_machine_is_named_and_the_run_goes_on(start, start_and_stop, who
     expected = outcome(whole(fedavg))
     start_and_stop(fedavg, CUTS[fedavg] + "--no-compare --out cut", 3, "cut")
     file = Path("cut/args.json")
-    file.write_text(re.sub(r'torch": "', "\\g<0>1.", file.read_text()))
+    file.write_text(file.read_text().replace('torch": "', 'torch": "1.'))
     Path("cut/metrics.csv").write_text("round,norm\n2,9.9\n")  # its last digits may differ
-    capsys.readouterr()
     assert outcome(start(fedavg, "--resume cut")) == expected
     assert "cut began with another torch, so" in capsys.readouterr().err
-    machine = runs.machine_in(json.loads(file.read_text()))
-    assert machine["torch"] == f"1.{torch.__version__.split('+')[0]}, then {version('torch')}"
-    assert "then" not in machine["numpy"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "one bit"])
@@ -771,14 +592,24 @@ def test_a_damaged_checkpoint_costs_rounds_and_no_run(start_and_stop, start, who
     assert "checkpoint.pt cannot be read" in capsys.readouterr().err
 
 
+def test_a_full_disk_or_a_power_loss_leaves_the_old_file_whole(tmp_path, monkeypatch):
+    file = tmp_path / "metrics.csv"
+    runs.write_whole(file, "old")
+    monkeypatch.setattr(os, "fsync", lambda number: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runs.write_whole(file, "new")
+    assert file.read_text() == "old"
+
+
 def test_several_seeds_that_stop_before_the_first_round_can_go_on(start, monkeypatch):
-    monkeypatch.setattr(plots, "clients", lambda run: signal.raise_signal(signal.SIGINT))
-    monkeypatch.setattr(signal, "SIGINT", signal.SIGUSR1)  # which no shell ignores in background
-    signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    def stop(run):
+        raise KeyboardInterrupt
+
     words = f"{CUTS[fedavg]} --no-compare --seed 1 2 --out two --resume"
-    with pytest.raises(KeyboardInterrupt):
-        start(fedavg, words)
-    monkeypatch.setattr(plots, "clients", print)
+    with monkeypatch.context() as patch:
+        patch.setattr(plots, "clients", stop)
+        with pytest.raises(KeyboardInterrupt):
+            start(fedavg, words)
     start(fedavg, words)
 
 
@@ -798,10 +629,9 @@ def test_a_setting_that_no_flag_is_called_is_refused(monkeypatch):
 
 def test_label_skew_does_not_inherit_the_rotations_of_silos():
     assert parsed(uefl, "--partition iid").rotate is None
-    assert parsed(uefl, "--partition iid --rotate 15").rotate == [15]
-    assert parsed(uefl, "").rotate == parsed(uefl, "--partition domain").rotate == [0, -50, 120]
+    assert parsed(uefl, "--partition domain").rotate == [0, -50, 120]
     mnist = parsed(fediir, "--dataset mnist --partition iid")
-    assert mnist.rotate and float(mnist.test_domain) in mnist.rotate  # it leaves one angle out
+    assert float(mnist.test_domain) in mnist.rotate  # it leaves one angle out
 
 
 @pytest.mark.parametrize("method", CUTS)
@@ -828,6 +658,7 @@ def test_evaluations_come_every_so_many_rounds_and_after_the_last(start, method,
     found = read_rows(start(method, CUTS[method] + "--evaluate-every 3 --no-compare"))
     assert [row["round"] for row in found if row["id_accuracy"]] == [*rounds]
     assert all(row["train_loss"] for row in found)
+    assert ("unseen_accuracy" in found[-1]) == (method is fedavg)  # in UEFL everybody trains
 
 
 # ---------------------------------------------------------------- runs that go on by themselves
@@ -873,8 +704,7 @@ def test_all_seeds_keep_the_precision_that_the_first_node_has_picked(start, monk
     assert all(len(read_rows(folder / f"seed{seed}")) == 2 for seed in (1, 2))
 
 
-@pytest.mark.parametrize("method", CUTS)
-def test_metrics_that_were_cut_are_whole_after_resume(start, whole, method):
-    expected = outcome(whole(method))
+def test_metrics_that_were_cut_are_whole_after_resume(start, whole):
+    expected = outcome(whole(fedavg))
     Path("whole/metrics.csv").write_text("round,seconds\n1,0.5\n")
-    assert outcome(start(method, "--resume whole/")) == expected
+    assert outcome(start(fedavg, "--resume whole/")) == expected

@@ -70,8 +70,6 @@ def test_killed_at_any_moment_it_ends_with_the_same_bytes(method, tmp_path):
             shutil.rmtree(folder.parent)
         said = (tmp_path / "err").read_text()
         assert process.exitcode in (0, 1, 130, -9) and "Traceback" not in said, said
-        ends = said.count("ended by SIG") + said.count(".py: stopped")
-        assert said.count(f"{method.__name__}.py: ") == ends, said
 
 
 @pytest.mark.parametrize("size", [8, 16, 24, 32, 40])

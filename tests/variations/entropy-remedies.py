@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import entropy_weighting
-from common import UserError
 
 CUT = "--model cnn --width 0.125 --local-epochs 1 --clients 8 --participating 6 "
 CUT += "--partition dirichlet --dirichlet 0.5 --rounds 3 --lr 0.1 --no-compare "
@@ -26,8 +25,3 @@ def test_clients_with_the_largest_entropy_never_train(finished, words):
     entropies = [-sum(q * math.log(q) for q in p.tolist() if q) for p in shares]
     expected = sorted(sorted(range(6), key=entropies.__getitem__)[: int(words[-1])])
     assert run.selected == [expected] * 3
-
-
-def test_more_clients_than_are_left_are_refused(start):
-    with pytest.raises(UserError, match="leaves 3 clients, and 4 train"):
-        start(entropy_weighting, CUT + "--expel 0.5 --sample 4")

@@ -10,10 +10,7 @@ CUT = "--width 0.01 --local-epochs 1 --lr 0.1 --partition dirichlet --dirichlet 
 CUT += "--clients 8 --participating 6 --sample 3 --rounds 5 --no-compare "
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["resblocks --event-threshold 0.8", "cnn --event-threshold 0.3", "cnn --event-threshold 1e9"],
-)
+@pytest.mark.parametrize("words", ["resblocks --event-threshold 0.8", "cnn --event-threshold 0.3"])
 def test_the_old_update_stands_for_a_client_that_hardly_moved(finished, words):
     """By hand, for the selected clients. Batch norm's statistics are those of the uploads alone."""
     method = minimax_select if "resblocks" in words else convex_hull_select
@@ -32,7 +29,7 @@ def test_the_old_update_stands_for_a_client_that_hardly_moved(finished, words):
         new |= {k: F.pad(table[k], (0, len(w) - n)) for k in selected if k not in far}
         w = w - sum(new.values()) / len(selected)
         uploads.append(len(far))
-    assert 0 < sum(uploads) < 15 if threshold < 1 else not sum(uploads)
+    assert 0 < sum(uploads) < 15
     models = 2 * 6 + sum(3 + n for n in uploads)  # 6 clients before round 1, and 3 in each round
     assert float(run.rows[-1]["megabytes"]) == pytest.approx(4e-6 * len(w) * models, rel=1e-5)
     assert torch.allclose(run.state["w"], w, atol=1e-5)

@@ -1,11 +1,9 @@
 """Karimireddy et al. 2020, Algorithm 1 with option II: client k adds c - c_k to its gradients."""
 
-import pytest
 import torch
 from helpers import loss_and_gradient, sgd_by_hand
 
 import fedavg
-from common import UserError
 
 CUT = "--model cnn --width 0.125 --batch-size 16 --lr 0.1 --partition dirichlet --dirichlet 0.5 "
 CUT += "--clients 5 --participating 4 --sample 2 --weighting size --rounds 2 --no-compare "
@@ -42,9 +40,3 @@ def test_a_client_with_as_many_steps_as_batches_moves_as_in_an_epoch(finished):
     of_epoch = finished(fedavg, iid + "--local-epochs 1 --out epoch").state
     of_steps = finished(fedavg, iid + "--local-steps 2 --out steps").state
     assert all(torch.equal(of_epoch[name], of_steps[name]) for name in ("w", "c", "c_k"))
-
-
-@pytest.mark.parametrize("words", ["--optimizer adam", "--momentum 0.9"])
-def test_another_optimizer_is_refused(start, words):
-    with pytest.raises(UserError, match="plain SGD"):
-        start(fedavg, CUT + words)

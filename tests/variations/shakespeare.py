@@ -1,15 +1,12 @@
 import json
 
-import pytest
 import torch
-from helpers import make_tiny, read_rows
+from helpers import read_rows
 
 import common.data
 import minimax_select
-from common import UserError
 from common.chance import random_at
 from common.models import build
-from common.splits import make_clients
 
 load = common.data.load
 
@@ -49,16 +46,6 @@ def test_leafs_json(tmp_path):
     assert "".join(data.classes[c] for c in data.x[0]) == samples["x"][0]
 
 
-def test_each_speaker_is_a_client(tmp_path):
-    data, _ = play(tmp_path, 5)
-    clients = make_clients(data, partition="speaker")
-    assert len(clients.train) == 5 and clients.participating == 2
-    speakers = [data.domain[train[0]].item() for train in clients.train]
-    assert sorted(speakers) == [0, 1, 2, 3, 4]
-    for held, part in ((clients.train, data.train), (clients.test, data.test)):
-        assert all(map(torch.equal, held, [part[data.domain[part] == s] for s in speakers]))
-
-
 def test_id_is_ood_if_all_roles_participate(start, monkeypatch, tmp_path):
     monkeypatch.setattr(common.data, "load", lambda *args: play(tmp_path, 4)[0])
     words = "--dataset shakespeare --small --participating 4 --width 0.1 --rounds 2 --no-compare"
@@ -73,17 +60,3 @@ def test_leafs_character_model_has_its_size_and_reads_the_last_character():
     x = torch.randint(0, 64, (3, 80), generator=torch.Generator().manual_seed(0))
     hidden, _ = model.features.lstm(model.features.embedding(x))[1]
     assert torch.allclose(model.features(x), hidden[-1], atol=1e-6)  # the last state of layer 2
-
-
-def test_what_does_not_fit_is_refused(tmp_path):
-    (tmp_path / "novel.txt").write_text("Call me Ishmael. " * 100)
-    with pytest.raises(UserError, match="Speaker"):
-        load(str(tmp_path / "novel.txt"))
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(UserError, match="LEAF"):
-        load(str(tmp_path / "bad.json"))
-    for data, partition in ((play(tmp_path, 2)[0], "dirichlet"), (make_tiny(), "speaker")):
-        with pytest.raises(UserError, match="--partition speaker is for text"):
-            make_clients(data, partition=partition)
-    with pytest.raises(UserError, match="choose charrnn for text"):
-        build("cnn", (80,), 5)
