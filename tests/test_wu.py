@@ -1,7 +1,6 @@
 """The three methods of Wu et al.: entropy weighting, minimax selection, convex-hull selection."""
 
 from argparse import Namespace
-from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -37,19 +36,18 @@ def normal(rng, *shape):
 # ---------------------------------------------------------------- entropy weighting
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.uint8, 200), (torch.float64, 1e300)])
-def test_entropy_of_counts_of_any_size_and_type(dtype, most, rng):
-    counts = torch.from_numpy(rng.random((7, 12)) ** 8 * most).to(dtype)
+def test_entropy_of_counts_in_a_small_type(rng):
+    """Their sum need not fit into it."""
+    counts = torch.from_numpy(rng.integers(0, 200, (7, 12))).to(torch.uint8)
     counts[:, 0], counts[0, 1:] = 1, 0  # an entropy of zero, too
-    h = [scipy.stats.entropy(row) for row in counts.double().numpy()]
+    h = scipy.stats.entropy(counts.double(), axis=1)
     assert np.allclose(label_entropy(counts), h, rtol=1e-12) and min(h) == 0
 
 
 def test_label_counts_that_are_none_are_refused():
-    for wrong in ([0.0, 0], [1, torch.nan], [1, torch.inf], [3, -1], [-1, -1]):
-        counts = [[1, 2], wrong]
+    for wrong in ([0.0, 0], [1, torch.nan], [3, -1]):
         with pytest.raises(ValueError, match="label_counts"):
-            entropy_weights(torch.tensor(counts))
+            entropy_weights(torch.tensor([[1, 2], wrong]))
 
 
 # ---------------------------------------------------------------- minimax selection
@@ -58,12 +56,12 @@ def test_label_counts_that_are_none_are_refused():
 @pytest.mark.parametrize("select", [minimax_clients, hull_vertices])
 def test_updates_without_a_direction_and_other_shapes_and_numbers_are_refused(select, rng):
     g = normal(rng, 6, 5000)
-    for value, part in ((0, slice(None)), (torch.nan, 7), (torch.inf, 7), (-torch.inf, 7)):
+    for value, part in ((0, slice(None)), (torch.nan, 7), (torch.inf, 7)):
         wrong = g.clone()
         wrong[4, part] = value
         with pytest.raises(ValueError, match="an update is zero or not finite"):
             select(wrong, 2)
-    for wrong, number in ((g[0], 1), (g[None], 1), (g[:0], 1), (g, 0), (g, 9)):
+    for wrong, number in ((g[0], 1), (g, 0), (g, 9)):
         with pytest.raises(ValueError, match="g must be"):
             select(wrong, number)
 
@@ -113,27 +111,26 @@ def test_selections_are_right_for_any_type_and_length(of_type, rng):
     g = (float(unit) * g).to(getattr(torch, dtype))
     exact, held = g.double() / float(unit), g.clone().requires_grad_()
     worst = largest_by_numpy(exact).round(6)  # two that are each other's nearest are a tie
-    for k, (best, mirror) in product((1, 4, 11), ((min, False), (max, True))):
-        subsets = combinations(range(12), k)  # equation 16
-        expected = best(subsets, key=lambda subset: worst[list(subset)].sum().round(5))
-        assert minimax_clients(held, k, mirror).tolist() == [*expected]
-    for dim in (2, 3):
-        assert hull_vertices(held, dim).tolist() == exact_hull(exact, dim)
-        assert hull_vertices(held, dim, scale=True).tolist() == exact_hull(normalize(exact), dim)
+    for largest, sign in ((False, 1), (True, -1)):
+        nearest = (sign * worst).argsort(kind="stable")
+        assert minimax_clients(held, 4, largest).tolist() == sorted(nearest[:4])
+    assert hull_vertices(held, 2).tolist() == exact_hull(exact, 2)
+    assert hull_vertices(held, 3, scale=True).tolist() == exact_hull(normalize(exact), 3)
 
 
 def test_random_and_interior_clients_are_as_many_as_the_vertices(rng):
-    g, ids = normal(rng, 30, 50), torch.arange(30)
-    vertices = exact_hull(g, 2)
-    possible = {"hull": vertices, "interior": {*range(30)} - {*vertices}, "random": range(30)}
-    for most, count in ((None, len(vertices)), (4, 4)):
-        args = Namespace(hull_dim=2, unit_length=False, sample=most, seed=0)
-        for args.selection, those in possible.items():
-            found = convex_hull_select.select(args, Namespace(ids=ids), g, 1).tolist()
-            assert len(found) == count < 15 and found == sorted({*found} & {*those})
+    g, clients = normal(rng, 30, 50), Namespace(ids=torch.arange(30))
+    vertices = {*exact_hull(g, 2)}
+    possible = {"hull": vertices, "interior": {*range(30)} - vertices, "random": {*range(30)}}
+    args = Namespace(hull_dim=2, unit_length=False, sample=None, seed=0)
+    for args.selection, those in possible.items():
+        found = convex_hull_select.select(args, clients, g, 1).tolist()
+        assert len({*found} & those) == len(found) == len(vertices) < 15
+    args.sample = 4
+    assert len(convex_hull_select.select(args, clients, g, 1)) == 4
     args.selection = "interior"
     with pytest.raises(UserError, match="round 1: no client lies inside the hull"):
-        convex_hull_select.select(args, Namespace(ids=ids[:3]), g[:3], 1)
+        convex_hull_select.select(args, Namespace(ids=clients.ids[:3]), g[:3], 1)
 
 
 # ---------------------------------------------------------------- whole runs
@@ -166,7 +163,7 @@ def test_three_rounds_are_the_paper_by_hand(finished, method, more):
     labels = [run.data.y[samples].bincount() for samples in clients.train]
     h = torch.tensor([scipy.stats.entropy(count) for count in labels]).float()
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    w, differs = trainer.initial, 0
+    w = trainer.initial
 
     def trained(t, k):
         if more == BATCH_NORM:  # statistics have no gradient
@@ -177,7 +174,6 @@ def test_three_rounds_are_the_paper_by_hand(finished, method, more):
     table = torch.stack([w - trained(0, k)[0] for k in range(6)])  # line 1
     for t, row in enumerate(run.rows, 1):
         selected = selected_by_hand(method, table[:, :parameters], t, more)
-        differs += selected != selected_by_hand(method, table, t)
         assert run.selected[t - 1] == selected
         ends, losses = zip(*[trained(t, k) for k in selected])
         table[selected] = w - torch.stack(ends)
@@ -191,9 +187,6 @@ def test_three_rounds_are_the_paper_by_hand(finished, method, more):
             assert float(row["objective"]) == pytest.approx((alpha @ h[selected]).item(), rel=1e-4)
         w = w - alpha @ table[selected]
     assert t == 3 and torch.allclose(run.state["w"], w, atol=1e-5)
-    assert bool(differs) == bool(more.replace("--weighting equal", "")), (
-        "other flags would select the same clients"
-    )
     if method is not entropy_weighting:
         assert torch.allclose(run.state["table"], table[:, :parameters], atol=1e-5)
 
