@@ -1,17 +1,17 @@
-"""The three methods of Wu et al.: entropy weighting, minimax selection, convex-hull selection."""
+"""Entropy weighting, minimax and convex-hull selection (Wu et al.), and FedAvg, by hand."""
 
+import importlib
 from argparse import Namespace
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
-from helpers import largest_by_numpy, sgd_by_hand
+from helpers import largest_by_numpy, loss_and_gradient, sgd_by_hand
 from scipy.optimize import linprog
 from torch.nn.functional import normalize
 
 import convex_hull_select
-import entropy_weighting
 import minimax_select
 from common import UserError
 from common.chance import random_at, sample
@@ -21,12 +21,7 @@ from entropy_weighting import entropy_weights, label_entropy
 from minimax_select import minimax_clients
 
 CUT = "--model cnn --width 0.125 --local-epochs 1 --clients 8 --participating 6 --dirichlet 0.5 "
-CUT += "--partition dirichlet --rounds 3 --lr 0.1 --batch-size 8 --no-compare "
-METHODS = {  # the hull has at most 6 vertices
-    entropy_weighting: "--sample 2 ",
-    minimax_select: "--sample 2 ",
-    convex_hull_select: "--sample 6 --hull-dim 2 ",
-}
+CUT += "--partition dirichlet --rounds 3 --lr 0.1 --batch-size 8 --no-compare --sample 2 "
 
 
 def normal(rng, *shape):
@@ -136,63 +131,82 @@ def test_random_and_interior_clients_are_as_many_as_the_vertices(rng):
 # ---------------------------------------------------------------- whole runs
 
 
-def selected_by_hand(method, table, t, more=""):
-    """Line 3 or 4 for two clients, or for a hull in two dimensions."""
-    if method is entropy_weighting or "random" in more:
-        return sample(torch.arange(6), 2, random_at(0, "select", t)).tolist()
-    if method is minimax_select:
-        order = largest_by_numpy(table).round(6) * (-1 if "maxsim" in more else 1)
-        return sorted(order.argsort(kind="stable")[:2].tolist())
-    return exact_hull(normalize(table.double()) if "unit" in more else table, 2)
+def selected_by_hand(run, w, table, t):
+    """The selection's line for two of six clients, or for a hull in two dimensions."""
+    args, clients = run.args, run.clients
+    by = getattr(args, "selection", "random")
+    if by in ("random", "by_size"):
+        sizes = clients.sizes[:6] if by == "by_size" else None
+        return sample(torch.arange(6), 2, random_at(args.seed, "select", t), sizes).tolist()
+    if by == "hull":
+        return exact_hull(normalize(table.double()) if args.unit_length else table, 2)
+    if by == "power_of_choice":
+        losses = [loss_and_gradient(run.trainer, w, clients.train[k])[0] for k in range(6)]
+        score = -torch.stack(losses).detach().numpy()
+    else:
+        score = largest_by_numpy(table).round(6) * (-1 if by == "maxsim" else 1)
+    return sorted(score.argsort(kind="stable")[:2].tolist())
 
 
-MOMENTUM = "--momentum 0.9"
 BATCH_NORM = "--model resblocks --width 0.01 --lr 0.01 --batch-size 32"
-VARIANTS = [(method, "") for method in METHODS]
-VARIANTS += [(entropy_weighting, "--weighting equal"), (minimax_select, "--selection random")]
-VARIANTS += [(minimax_select, "--selection maxsim --weighting size " + MOMENTUM)]
-VARIANTS += [(convex_hull_select, "--unit-length --weighting size --seed 1")]
-VARIANTS += [(minimax_select, BATCH_NORM), (convex_hull_select, BATCH_NORM)]
+VARIANTS = f"""
+fedavg --weighting size
+fedavg --weighting equal --momentum 0.9
+fedavg --selection by_size
+fedavg --selection power_of_choice
+entropy_weighting
+entropy_weighting --weighting equal
+minimax_select
+minimax_select --selection random
+minimax_select --selection maxsim --weighting size --momentum 0.9
+minimax_select {BATCH_NORM}
+convex_hull_select --hull-dim 2 --sample 6
+convex_hull_select --hull-dim 2 --sample 6 --unit-length --weighting size --seed 1
+convex_hull_select --hull-dim 2 --sample 6 {BATCH_NORM}
+"""
 
 
-@pytest.mark.parametrize(("method", "more"), VARIANTS)
-def test_three_rounds_are_the_paper_by_hand(finished, method, more):
+@pytest.mark.parametrize("variant", VARIANTS.strip().splitlines())
+def test_three_rounds_are_the_paper_by_hand(finished, variant):
     """The statistics of batch norm move the model, and select nobody."""
-    run = finished(method, f"{CUT} {METHODS[method]} {more}")
-    clients, trainer = run.clients, run.trainer
-    labels = [run.data.y[samples].bincount() for samples in clients.train]
-    h = torch.tensor([scipy.stats.entropy(count) for count in labels]).float()
+    name, _, flags = variant.partition(" ")
+    run = finished(importlib.import_module(name), CUT + flags)
+    data, trainer, w = run.data, run.trainer, run.trainer.initial
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    w = trainer.initial
+    counts = [data.y[samples].bincount() for samples in run.clients.train]
+    h = np.array([scipy.stats.entropy(of_client) for of_client in counts])
+    n = np.array([of_client.sum() for of_client in counts])
+    weights = {"entropy": np.exp(h), "size": n, "equal": np.ones(8)}[run.args.weighting]
 
     def trained(t, k):
-        if more == BATCH_NORM:  # statistics have no gradient
+        if BATCH_NORM in variant:  # statistics have no gradient
             ends, losses = trainer.train(local_solver, w, torch.tensor([k]), t)
             return ends[0], losses.item()
         return sgd_by_hand(run, w, t, k)
 
-    table = torch.stack([w - trained(0, k)[0] for k in range(6)])  # line 1
+    table = torch.zeros(6, len(w))
+    if "table" in run.state:
+        table = torch.stack([w - trained(0, k)[0] for k in range(6)])  # line 1
     for t, row in enumerate(run.rows, 1):
-        selected = selected_by_hand(method, table[:, :parameters], t, more)
+        selected = selected_by_hand(run, w, table[:, :parameters], t)
         assert run.selected[t - 1] == selected
         ends, losses = zip(*[trained(t, k) for k in selected])
         table[selected] = w - torch.stack(ends)
+        alpha = weights[selected] / weights[selected].sum()
+        w = w - torch.from_numpy(alpha).float() @ table[selected]
         assert float(row["train_loss"]) == pytest.approx(np.mean(losses), rel=1e-4)
-        alpha = torch.full((len(selected),), 1 / len(selected))
-        if "weighting size" in more:
-            n = torch.tensor([float(len(clients.train[k])) for k in selected])
-            alpha = n / n.sum()
-        if method is entropy_weighting and not more:
-            alpha = h[selected].exp() / h[selected].exp().sum()
-            assert float(row["objective"]) == pytest.approx((alpha @ h[selected]).item(), rel=1e-4)
-        w = w - alpha @ table[selected]
+        if "objective" in row:
+            assert float(row["objective"]) == pytest.approx(alpha @ h[selected], rel=1e-4)
     assert t == 3 and torch.allclose(run.state["w"], w, atol=1e-5)
-    if method is not entropy_weighting:
+    if "table" in run.state:
         assert torch.allclose(run.state["table"], table[:, :parameters], atol=1e-5)
+    answers = trainer.predict(w, data.test)[1]
+    right = (answers == data.y[data.test]).double().mean()
+    assert float(row["ood_accuracy"]) == pytest.approx(right.item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
 def test_updates_that_are_all_zero_end_the_run_in_one_line(start, launched, method):
-    *_, last = launched(method, f"{CUT} {METHODS[method]} --lr 1e-12", start)[1]
+    *_, last = launched(method, CUT + "--lr 1e-12", start)[1]
     line = f"{method.__name__}.py: run: round 1: an update is zero or not finite: change --lr"
     assert last == line
