@@ -143,11 +143,15 @@ def loaded(runs, **changes):
 
 
 def comparison(method, baseline, **changes):
-    """The comparison of two experiments whose seeds have these lists of ID accuracies."""
+    """The comparison of two experiments whose seeds have these lists of ID accuracies.
+
+    OOD they are half as large.
+    """
     runs = {}
     for name, of_seeds in {"a": method, "b": baseline}.items():
         for seed, values in enumerate(of_seeds):
-            rows = [{"round": str(t), "id_accuracy": str(v)} for t, v in enumerate(values, 1)]
+            rows = [{"round": str(t), "id_accuracy": str(v), "ood_accuracy": str(v / 2)}
+                    for t, v in enumerate(values, 1)]  # fmt: skip
             rows[0] |= {"experiment": name}
             runs.setdefault(name, {})[seed] = rows
     return loaded(runs, **changes)
@@ -162,15 +166,27 @@ def test_a_column_of_a_run():
 
 
 def test_the_measures_of_a_comparison():
-    """By hand, for two seeds: the last five of six evaluations, and the five nearest to round 1."""
-    c = comparison([[0.9, 0.1, 0.1, 0.1, 0.1, 0.6], [0.5] * 6, [0.7] * 6], [[0.1] * 6, [0.2] * 6])
-    assert c.difference() == pytest.approx([10, 30])  # the third seed has no partner
-    c.measure = "1"
-    assert c.difference() == pytest.approx([16, 30])
-    c.measure = "last"
-    assert c.difference() == pytest.approx([50, 30])
+    """By hand. The third seed has no partner, and the method's last evaluation none, either."""
+    c = comparison(
+        [[0.9, 0.1, 0.1, 0.1, 0.1, 0.6, 1], [0.5] * 7, [0.7] * 7], [[0.1] * 6, [0.2] * 6]
+    )
+    for measure, expected in {"": [10, 30], "1": [16, 30], "last": [50, 30]}.items():
+        c.measure = measure
+        assert c.difference() == pytest.approx(expected)
     c.measure = ""
     assert with_interval(c.difference(), c.column) == "+20.0 (-107.1 to +147.1)"  # t: 12.706
+
+
+def test_two_columns_and_the_best_evaluation_of_a_single_seed():
+    c = comparison(
+        [[0.1, 0.6, 0.2]], [[0.2, 0.2, 0.8]], column="id_accuracy ood_accuracy", measure="best",
+        seeds="0-4", paper="9 ± 1", paper_baseline="7 ± 2",
+    )  # fmt: skip
+    cells = page.cells(c)
+    headers = ["method", "baseline", "difference", "seeds", "the paper, p of equal"]
+    assert [cells[h] for h in headers] == ["60.0", "20.0", "+40.0", "0", "+2.0 (9.0, 7.0)"]
+    of_causes = ["accuracy", "instead of", "difference, by seed"]
+    assert [cells[h] for h in of_causes] == ["60.0", "20.0", "+40.0"]
 
 
 def test_the_rounds_to_the_papers_accuracy():
@@ -182,10 +198,7 @@ def test_the_rounds_to_the_papers_accuracy():
     )
     (rounds,) = c.reached
     assert str(rounds) == "[[ 5.  3. nan]\n [ 2.  5.  2.]]"
-    low, high = np.exp(ttest_1samp(np.log([5 / 2, 3 / 5]), 0).confidence_interval())
-    text = f"{(5 / 2 * 3 / 5) ** 0.5:.2f} ({low:.2f} to {high:.2f}); never 1 and 0 of 3"
-    cells = page.cells(c)
-    assert (cells["rounds, ratio"], cells["samples, ratio"]) == (text, page.DASH)
+    assert page.cells(c)["rounds, ratio"].endswith("); never 1 and 0 of 3")
     assert page.to_level(np.array([[np.nan], [2]])) == "never 1 and 0 of 1"
 
 
@@ -303,22 +316,11 @@ def test_the_sentences_on_what_fedavg_reaches_repeat_from_their_csv(runs):
     assert f"we have {curves('cifar10/iid')[:, 7:12].mean():.1f}." in text
 
 
-def test_a_row_without_runs_is_refused_and_one_of_a_single_seed_has_no_interval():
-    with pytest.raises(AssertionError, match="no runs"):
-        comparison([], [[0.5]])
-    c = comparison(
-        [[0.5]], [[0.1]], label="x: y", paper="9 ± 1", paper_baseline="7 ± 2", seeds="0-4"
-    )
-    cells = page.cells(c)
-    headers = ["method", "baseline", "difference", "seeds", "the paper, p of equal"]
-    assert [cells[h] for h in headers] == ["50.0", "10.0", "+40.0", "0", "+2.0 (9.0, 7.0)"]
-
-
 def test_equally_many_samples():
     """By hand: ten random clients train on 10 samples a round, so all 40 on 40 before round 1.
 
     The hull trains on 20 a round, so it has the baseline's 100 after round 3, and rounds 1 to 5
-    count.
+    count. Uncertainty falls, so both are below 9 from round 1 on.
     """
     runs = {}
     for name, size in {"x/hull": "10", "x/random": "5"}.items():
@@ -326,45 +328,10 @@ def test_equally_many_samples():
                  for t in range(1, 11)]  # fmt: skip
         lines[0] |= {"experiment": name, "seed": "7"}
         runs[name] = {7: lines}
-    hull = {"method": "x/hull", "baseline": "x/random", "column": "mE"}
-    assert loaded(runs, measure="samples", **hull).sides().tolist() == [[3], [8]]
-    assert [*tables.samples(runs, runs["x/hull"][7]).values()][:3] == [60, 80, 100]
-    c = loaded(runs, paper_baseline="9", **hull)  # uncertainty falls, so both are there in round 2
-    assert np.array(c.reached).tolist() == [[[2], [2]], [[80], [20]]]
-    for t, line in enumerate(runs["x/hull"][7]):  # as if only every fourth round were evaluated
-        line["selected_size"] *= t % 4 == 3
-    assert tables.samples(runs, runs["x/hull"][7]) == {4: 120, 8: 200}
-
-
-def test_sides_with_other_columns_and_other_lengths():
-    """By hand: three evaluations of the method against the first three of the baseline's four."""
-    runs = {}
-    for name, column, numbers in (
-        ("a", "id_accuracy", "0.1 0.6 0.2"),
-        ("b", "ood_accuracy", "0.1 0.1 0.4 0.9"),
-    ):
-        runs[name] = {0: [{"round": t, column: x} for t, x in enumerate(numbers.split(), 1)]}
-    c = loaded(runs, column="id_accuracy ood_accuracy")
-    assert c.sides().ravel() == pytest.approx([30, 20])
-    c = loaded(runs, column="id_accuracy ood_accuracy", measure="2")
-    assert c.sides().ravel() == pytest.approx([30, 20])
-    c = loaded(runs, column="id_accuracy ood_accuracy", measure="best")
-    assert c.sides().ravel() == pytest.approx([60, 20])
-    cells = page.cells(c)
-    of_causes = ["accuracy", "instead of", "difference, by seed"]
-    assert [cells[header] for header in of_causes] == ["60.0", "20.0", "+40.0"]
-
-
-def test_a_page_says_which_columns_its_table_has(tmp_path):
-    """Old rows go."""
-    header = "<!-- x -->\n|  | seeds | difference | baseline |\n| --- | --- | --- | --- |\n"
-    file = tmp_path / "page.md"
-    file.write_text(f"above\n{header}| old | 1 | 2 | 3 |\n\nbelow\n")
-    page.build(file, "x", [comparison([[0.5]], [[0.1]], label=label) for label in "ab"])
-    rows = "| a | 1 | +40.0 | 10.0 |\n| b | 1 | +40.0 | 10.0 |\n"
-    assert file.read_text() == f"above\n{header}{rows}\nbelow\n"
-    with pytest.raises(UserError, match="has no line <!-- y --> with"):
-        page.build(file, "y", [])
+    hull = {"method": "x/hull", "baseline": "x/random", "column": "mE", "paper_baseline": "9"}
+    c = loaded(runs, measure="samples", **hull)
+    assert c.sides().tolist() == [[3], [8]]
+    assert np.array(loaded(runs, **hull).reached).tolist() == [[[2], [2]], [[80], [20]]]
 
 
 def test_every_recorded_experiment_is_shown(runs):
@@ -442,7 +409,7 @@ def test_a_run_that_fails_is_not_recorded(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("book")
-@pytest.mark.parametrize("words", ["x/misspelt", "x/misspelt --check", "x/good/0 --check"])
+@pytest.mark.parametrize("words", ["x/misspelt", "x/good/0 --check"])
 def test_only_planned_experiments_run_and_only_recorded_ones_are_checked(words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["experiments", *words.split()])
     with pytest.raises(UserError, match=r"no such .*experiment"):
