@@ -18,12 +18,15 @@ def parameters(model):
 
 @pytest.mark.parametrize("name", ["cnn", "convnet", "resblocks", "resnet18-cifar", "resnet18"])
 def test_a_model_is_its_classifier_after_its_features(name):
-    channels, size = (3, 32) if name.startswith("resnet") else (1, 28)
-    model = build(name, (channels, size, size), 7, width=0.125).eval()
-    x = torch.rand(2, channels, size, size)
-    assert model(x).shape == (2, 7)
-    assert torch.equal(model(x), model.classifier(model.features(x)))
-    assert torch.allclose(model.train()(x)[:1], model(x[:1]), atol=1e-5) or name == "resblocks"
+    """And each sample's logits are its own, but in training behind batch norm."""
+    shape = (3, 32, 32) if name.startswith("resnet") else (1, 28, 28)
+    model, x = build(name, shape, 7, width=0.125), torch.rand(2, *shape)
+    if name == "resblocks":
+        model.eval()
+    logits = model(x)
+    assert logits.shape == (2, 7)
+    assert torch.equal(logits, model.classifier(model.features(x)))
+    assert torch.allclose(logits[:1], model(x[:1]), atol=1e-5)
 
 
 def test_the_models_have_as_many_parameters_as_their_papers_say():
@@ -84,24 +87,15 @@ def test_pretrained_weights_give_torchvisions_features_with_frozen_statistics(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda state: {**state, "conv1.weight": torch.zeros(64, 1, 7, 7)}, "[64, 1, 7, 7]"),
-        (lambda state: {"model": state, "flags": argparse.Namespace()}, "(UnpicklingError)"),
-        (lambda state: [state], "(AttributeError)"),
+        (lambda state: {**state, "conv1.weight": torch.zeros(64, 1, 7, 7)}, r"\[64, 1, 7, 7\]"),
+        (lambda state: {"model": state, "flags": argparse.Namespace()}, "UnpicklingError"),
     ],
 )
 def test_one_line_says_why_a_file_of_weights_does_not_fit(tmp_path, change, says):
     file = str(tmp_path / "weights.pth")
     torch.save(change(torchvision.models.resnet18().state_dict()), file)
-    with pytest.raises(UserError) as e:
+    with pytest.raises(UserError, match=rf"^.* cannot be loaded from {file} \(.*{says}.*$"):
         build("resnet18", (3, 32, 32), 5, pretrained=file)
-    text = str(e.value)
-    assert f"cannot be loaded from {file} (" in text and says in text
-    assert "network" not in text and len(text.splitlines()) == 1
-
-
-def test_a_model_that_does_not_exist_is_refused():
-    with pytest.raises(UserError, match="'resnet' is none of cnn, convnet, "):
-        build("resnet", (3, 32, 32), 5)
 
 
 def test_a_download_that_fails_says_what_to_do(monkeypatch):
