@@ -95,6 +95,7 @@ def pets(tmp_path):
 
 LAYOUTS = """
 cat, dog -> 16 training and 4 test images; classes (2): cat 10, dog 10
+a, a/._0.png -> 8 training and 2 test images; classes (1): a 10; left out (1): hidden .png 1
 bus, train -> 16 training and 4 test images; classes (2): bus 10, train 10
 train/a, train/b, val/a, val/b -> 20 training and 20 test images; classes (2): a 20, b 20
 train/a, test/a, val/a -> 10 training and 10 test images; classes (1): a 20; left out (1): val/ 10
@@ -148,15 +149,6 @@ def test_everything_else_is_refused_in_one_line(tmp_path, refused):
     folders, says = refused.split(" -> ")
     with pytest.raises(UserError, match=f"^[^\n]*{says}[^\n]*$"):
         load(str(sort_images(tmp_path / "pets", folders)))
-
-
-def test_what_is_left_out_is_named(pets, capsys):
-    for name in (".DS_Store", "._0.png", "notes.heic", "LICENSE"):
-        (pets / "photo/cat" / name).touch()
-    sort_images(pets, ".ipynb_checkpoints/cat")
-    assert len(image_folder(pets, 8)["x"]) == 40
-    left_out = ".heic 1, LICENSE 1, hidden .DS_Store 1, hidden .ipynb_checkpoints 1, hidden .png 1"
-    assert f"left out (5): {left_out}\n" in capsys.readouterr().err
 
 
 def test_a_folder_with_the_name_of_a_data_set_is_another_one(monkeypatch, tmp_path, capsys):
