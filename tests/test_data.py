@@ -64,14 +64,12 @@ def test_rotation_is_torchvisions_in_equal_parts_and_leaves_the_original(tiny):
 
 
 def test_the_fingerprint_changes_with_one_pixel_one_label_or_one_domain(tiny):
-    same = replace(tiny, name="other", x=tiny.x.mT.contiguous().mT)
+    same = replace(tiny, x=tiny.x.mT.contiguous().mT)
     assert same.fingerprint() == tiny.fingerprint()  # only values count, not strides
-    found = {tiny.fingerprint(), replace(tiny, classes=["a", "b", "x"]).fingerprint()}
     for part in ("x", "y", "domain", "train"):
         other = getattr(tiny, part).clone()
-        other[-1:].view(-1)[-1] -= 1
-        found.add(replace(tiny, **{part: other}).fingerprint())
-    assert len(found) == 6  # each change gives another number
+        other.view(-1)[-1] -= 1
+        assert replace(tiny, **{part: other}).fingerprint() != tiny.fingerprint()
 
 
 def test_images_or_labels_of_another_type_are_refused(tiny):

@@ -8,7 +8,7 @@ import pytest
 import scipy.stats
 import torch
 from helpers import largest_by_numpy, loss_and_gradient, sgd_by_hand
-from scipy.optimize import linprog
+from known import is_vertex
 from torch.nn.functional import normalize
 
 import convex_hull_select
@@ -62,13 +62,6 @@ def test_updates_without_a_direction_and_other_shapes_and_numbers_are_refused(se
 
 
 # ---------------------------------------------------------------- convex-hull selection
-
-
-def is_vertex(points, i):
-    """Whether no convex combination of the others is point i: a linear program has no solution."""
-    others = np.delete(points, i, 0)
-    a, b = np.vstack([others.T, np.ones(len(others))]), np.append(points[i], 1)
-    return linprog(np.zeros(len(others)), A_eq=a, b_eq=b, bounds=(0, None)).status == 2
 
 
 def exact_hull(g, dim):
