@@ -16,14 +16,9 @@ from torchvision.transforms.functional import rotate
 from common import UserError
 from common.data import PUBLIC, load, rotated
 from common.folders import decode, image_folder
-from common.glyphs import AGREEMENT, glyphs
+from common.glyphs import AGREEMENT
 
 # ---------------------------------------------------------------- drawn by the program
-
-
-def test_glyphs_are_the_same_bytes_for_the_same_seed_only():
-    one, again, other = (glyphs(300, 50, seed)["x"] for seed in (1, 1, 2))
-    assert torch.equal(one, again) and not torch.equal(one, other)
 
 
 def test_a_colour_agrees_with_the_label_as_often_as_its_domain_says(monkeypatch):

@@ -301,18 +301,19 @@ def test_the_sentences_on_what_fedavg_reaches_repeat_from_their_csv(runs):
 def test_equally_many_samples():
     """By hand: ten random clients train on 10 samples a round, so all 40 on 40 before round 1.
 
-    The hull trains on 20 a round, so it has the baseline's 100 after round 3, and rounds 1 to 5
-    count. Uncertainty falls, so both are below 9 from round 1 on.
+    The hull trains on 20 a round, which every second line says, so it has the baseline's 100 after
+    round 4, and rounds 2 to 6 count. Uncertainty falls, so both are below 9 from round 1 on.
     """
     runs = {}
     for name, size in {"x/hull": "10", "x/random": "5"}.items():
-        lines = [{"round": str(t), "mE": str(t), "clients": "2", "selected_size": size}
-                 for t in range(1, 11)]  # fmt: skip
+        lines = [{"round": str(t), "mE": str(t)} for t in range(1, 11)]
+        for line in lines[1::2]:
+            line |= {"clients": "2", "selected_size": size}
         lines[0] |= {"experiment": name, "seed": "7"}
         runs[name] = {7: lines}
     hull = {"method": "x/hull", "baseline": "x/random", "column": "mE", "paper_baseline": "9"}
     c = loaded(runs, measure="samples", **hull)
-    assert c.sides().tolist() == [[3], [8]]
+    assert c.sides().tolist() == [[4], [8]]
     assert np.array(loaded(runs, **hull).reached).tolist() == [[[2], [2]], [[80], [20]]]
 
 

@@ -17,7 +17,7 @@ from common import UserError
 from common.chance import random_at, sample
 from common.train import local_solver
 from convex_hull_select import hull_vertices
-from entropy_weighting import entropy_weights, label_entropy
+from entropy_weighting import entropy_weights
 from minimax_select import minimax_clients
 
 CUT = "--model cnn --width 0.125 --local-epochs 1 --clients 8 --participating 6 --dirichlet 0.5 "
@@ -29,14 +29,6 @@ def normal(rng, *shape):
 
 
 # ---------------------------------------------------------------- entropy weighting
-
-
-def test_entropy_of_counts_in_a_small_type(rng):
-    """Their sum need not fit into it."""
-    counts = torch.from_numpy(rng.integers(0, 200, (7, 12))).to(torch.uint8)
-    counts[:, 0], counts[0, 1:] = 1, 0  # an entropy of zero, too
-    h = scipy.stats.entropy(counts.double(), axis=1)
-    assert np.allclose(label_entropy(counts), h, rtol=1e-12) and min(h) == 0
 
 
 def test_label_counts_that_are_none_are_refused():
@@ -147,6 +139,8 @@ fedavg --weighting size
 fedavg --weighting equal --momentum 0.9
 fedavg --selection by_size
 fedavg --selection power_of_choice
+fedavg --weight-decay 0.3 --lr-decay 0.5
+fedavg --weight-decay 0.3 --lr-decay 0.5 --optimizer adam --lr 0.01
 entropy_weighting
 entropy_weighting --weighting equal
 minimax_select
