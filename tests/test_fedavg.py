@@ -2,9 +2,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from helpers import (
-    read_rows,
-)
+from helpers import read_rows
 
 import fedavg
 import fediir
