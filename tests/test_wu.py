@@ -1,7 +1,6 @@
 """Entropy weighting, minimax and convex-hull selection (Wu et al.), and FedAvg, by hand."""
 
 import importlib
-from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -11,9 +10,6 @@ from helpers import largest_by_numpy, loss_and_gradient, sgd_by_hand
 from known import is_vertex
 from torch.nn.functional import normalize
 
-import convex_hull_select
-import minimax_select
-from common import UserError
 from common.chance import random_at, sample
 from common.train import local_solver
 from convex_hull_select import hull_vertices
@@ -98,35 +94,25 @@ def test_selections_are_right_for_any_type_and_length(of_type, rng):
     assert hull_vertices(held, 3, scale=True).tolist() == exact_hull(normalize(exact), 3)
 
 
-def test_random_and_interior_clients_are_as_many_as_the_vertices(rng):
-    g, clients = normal(rng, 30, 50), Namespace(ids=torch.arange(30))
-    vertices = {*exact_hull(g, 2)}
-    possible = {"hull": vertices, "interior": {*range(30)} - vertices, "random": {*range(30)}}
-    args = Namespace(hull_dim=2, unit_length=False, sample=None, seed=0)
-    for args.selection, those in possible.items():
-        found = convex_hull_select.select(args, clients, g, 1).tolist()
-        assert len({*found} & those) == len(found) == len(vertices) < 15
-    args.sample = 4
-    assert len(convex_hull_select.select(args, clients, g, 1)) == 4
-    args.selection = "interior"
-    with pytest.raises(UserError, match="round 1: no client lies inside the hull"):
-        convex_hull_select.select(args, Namespace(ids=clients.ids[:3]), g[:3], 1)
-
-
 # ---------------------------------------------------------------- whole runs
 
 
 def selected_by_hand(run, w, table, t):
     """The selection's line for two of six clients, or for a hull in two dimensions."""
-    args, clients = run.args, run.clients
+    args, clients, everybody = run.args, run.clients, torch.arange(6)
     by = getattr(args, "selection", "random")
+    rng = random_at(args.seed, "select", t)
+    if "hull_dim" in args:
+        corners = exact_hull(normalize(table.double()) if args.unit_length else table, 2)
+        others = [k for k in range(6) if k not in corners]
+        possible = {"hull": corners, "interior": others, "random": range(6)}[by]
+        count = min(args.sample, len(corners), len(possible))
+        return sample(torch.tensor(possible), count, rng).tolist()
     if by in ("random", "by_size"):
         sizes = clients.sizes[:6] if by == "by_size" else None
-        return sample(torch.arange(6), 2, random_at(args.seed, "select", t), sizes).tolist()
-    if by == "hull":
-        return exact_hull(normalize(table.double()) if args.unit_length else table, 2)
+        return sample(everybody, 2, rng, sizes).tolist()
     if by == "power_of_choice":
-        losses = [loss_and_gradient(run.trainer, w, clients.train[k])[0] for k in range(6)]
+        losses = [loss_and_gradient(run.trainer, w, clients.train[k])[0] for k in everybody]
         score = -torch.stack(losses).detach().numpy()
     else:
         score = largest_by_numpy(table).round(6) * (-1 if by == "maxsim" else 1)
@@ -150,6 +136,9 @@ minimax_select {BATCH_NORM}
 convex_hull_select --hull-dim 2 --sample 6
 convex_hull_select --hull-dim 2 --sample 6 --unit-length --weighting size --seed 1
 convex_hull_select --hull-dim 2 --sample 6 {BATCH_NORM}
+convex_hull_select --hull-dim 2 --sample 3
+convex_hull_select --hull-dim 2 --sample 6 --selection interior
+convex_hull_select --hull-dim 2 --sample 6 --selection random
 """
 
 
@@ -192,8 +181,15 @@ def test_three_rounds_are_the_paper_by_hand(finished, variant):
     assert float(row["ood_accuracy"]) == pytest.approx(right.item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
-def test_updates_that_are_all_zero_end_the_run_in_one_line(start, launched, method):
-    *_, last = launched(method, CUT + "--lr 1e-12", start)[1]
-    line = f"{method.__name__}.py: run: round 1: an update is zero or not finite: change --lr"
-    assert last == line
+ENDS = {
+    "minimax_select --lr 1e-12": "an update is zero or not finite: change --lr",
+    "convex_hull_select --lr 1e-12": "an update is zero or not finite: change --lr",
+    "convex_hull_select --hull-dim 8 --selection interior": "no client lies inside the hull: lower",
+}
+
+
+@pytest.mark.parametrize("variant", ENDS)
+def test_a_round_without_a_selection_ends_the_run_in_one_line(start, launched, variant):
+    name, _, flags = variant.partition(" ")
+    *_, last = launched(importlib.import_module(name), CUT + flags, start)[1]
+    assert last.startswith(f"{name}.py: run: round 1: {ENDS[variant]}")
