@@ -134,7 +134,7 @@ def test_the_participating_clients_come_first_and_are_those_of_the_draw(tiny):
 def test_by_default_4_in_10_clients_participate_or_those_of_all_domains():
     for n, partition, clients, m, k in (
         (120, "iid", 1, 1, 1),
-        (120, "shards", 10, 4, 2),
+        (1200, "shards", 40, 16, 4),
         (120, "domain", 6, 6, 2),
         (10, "iid", None, 1, 1),  # the least that docs/data.md names
         (209, "iid", None, 2, 2),
