@@ -84,17 +84,12 @@ def test_pretrained_weights_give_torchvisions_features_with_frozen_statistics(
         assert torch.allclose(found if pooled else found.mean((2, 3)), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda state: {**state, "conv1.weight": torch.zeros(64, 1, 7, 7)}, r"\[64, 1, 7, 7\]"),
-        (lambda state: {"model": state, "flags": argparse.Namespace()}, "UnpicklingError"),
-    ],
-)
-def test_one_line_says_why_a_file_of_weights_does_not_fit(tmp_path, change, says):
+def test_a_file_of_weights_that_would_run_code_is_refused_in_one_line(tmp_path):
     file = str(tmp_path / "weights.pth")
-    torch.save(change(torchvision.models.resnet18().state_dict()), file)
-    with pytest.raises(UserError, match=rf"^.* cannot be loaded from {file} \(.*{says}.*$"):
+    state = torchvision.models.resnet18().state_dict()
+    torch.save({"model": state, "flags": argparse.Namespace()}, file)
+    says = rf"^.* cannot be loaded from {file} \(UnpicklingError\): give .*$"
+    with pytest.raises(UserError, match=says):
         build("resnet18", (3, 32, 32), 5, pretrained=file)
 
 
