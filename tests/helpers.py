@@ -161,22 +161,31 @@ def gradient_of(loss, model):
 
 
 def sgd_by_hand(run, theta, t, k, gradient=loss_and_gradient):
-    """Local training by its definition: v <- momentum v + grad, theta -= lr v.
+    """Local training by its definition: v <- momentum v + grad, theta -= lr v, or Adam's step.
 
-    Returns client k's theta at the end of round t, and the mean loss of its steps.
+    Weight decay adds a multiple of theta to grad, and lr falls from round to round. Returns client
+    k's theta at the end of round t, and the mean loss of its steps.
 
     run       what the fixture `finished` returns
     gradient  gradient(trainer, theta, batch) returns the loss and grad
     """
     args, samples, rng = run.args, run.clients.train[k], random_at(run.args.seed, "batches", t, k)
-    v, losses = 0, []
+    lr = args.lr * args.lr_decay ** max(0, t - 1)
+    v, squares, losses = 0, 0, []
     for _ in range(args.local_epochs):
         order = samples[torch.from_numpy(rng.permutation(len(samples)))]
         for batch in order.split(args.batch_size):
             loss, grad = gradient(run.trainer, theta, batch)
-            v = args.momentum * v + grad
-            theta = theta - args.lr * v
             losses.append(loss.item())
+            grad = grad + args.weight_decay * theta
+            if args.optimizer == "adam":
+                v = 0.9 * v + 0.1 * grad
+                squares = 0.999 * squares + 0.001 * grad * grad
+                root = (squares / (1 - 0.999 ** len(losses))).sqrt()
+                theta = theta - lr * v / (1 - 0.9 ** len(losses)) / (root + 1e-8)
+            else:
+                v = args.momentum * v + grad
+                theta = theta - lr * v
     return theta.detach(), np.mean(losses)
 
 

@@ -16,41 +16,31 @@ from torchvision.transforms.functional import rotate
 from common import UserError
 from common.data import PUBLIC, load, rotated
 from common.folders import decode, image_folder
-from common.glyphs import AGREEMENT, glyphs
+from common.glyphs import AGREEMENT
 
 # ---------------------------------------------------------------- drawn by the program
 
 
-def test_glyphs_are_the_same_bytes_for_the_same_seed_only():
-    one, again, other = (glyphs(300, 50, seed)["x"] for seed in (1, 1, 2))
-    assert torch.equal(one, again) and not torch.equal(one, other)
-
-
 def test_a_colour_agrees_with_the_label_as_often_as_its_domain_says(monkeypatch):
+    """And it is independent of whether the label is wrong."""
     monkeypatch.setattr("common.glyphs.glyphs", drawn)
-    digits, data = drawn(9_000, 4_000), load("colours")
-    used = torch.isin(digits["y"], torch.tensor([0, 1, 7, 8]))
-    shape = torch.isin(digits["y"][used], torch.tensor([1, 7]))
-    half = digits["x"][used].double().view(-1, 14, 2, 14, 2).mean((2, 4)).floor()
-    n = len(half)  # the others are the neutral ones
-    assert torch.equal(data.x[:n].amax(1).double(), half)  # the digit at half the size
+    digits, data = drawn(9_000, 4_000)["y"], load("colours")
+    used = digits[torch.isin(digits, torch.tensor([0, 1, 7, 8]))]
+    n = len(used)  # the others are the neutral ones
     red, green, blue = (data.x.amax((2, 3)) > 0).T
     assert not blue.any() and (red ^ green).all()  # one colour
-    wrong, agrees = data.y[:n] != shape, (green == data.y)[:n]
+    wrong = data.y[:n] != torch.isin(used, torch.tensor([1, 7]))
+    agrees = (data.y == green)[:n]
     for d, agreement in enumerate(AGREEMENT):
-        here = data.domain[:n] == d
-        for found, p in (
-            (agrees[here], agreement),
-            (agrees[here & wrong], agreement),
-            (wrong[here], 0.25),
-        ):
-            error = abs(found.double().mean() - p)
-            assert error <= 4 * (p * (1 - p) / len(found)) ** 0.5
+        found = torch.stack([wrong, agrees, wrong & agrees])[:, data.domain[:n] == d].double()
+        expected = torch.tensor([0.25, agreement, 0.25 * agreement])
+        error = (found.mean(1) - expected).abs()
+        assert (error <= 4 * (expected * (1 - expected) / found.shape[1]).sqrt()).all()
     assert data.domain[data.train].max() == 1 and data.domain[data.test].min() == 2
-    neutral = data.extra["neutral"]
-    assert green[neutral].tolist() == [False] * len(data.test) + [True] * len(data.test)
-    for values in (data.y, data.x.sum(1)):
-        assert torch.equal(values[neutral], torch.cat([values[data.test]] * 2))
+    in_red, in_green = data.extra["neutral"].view(2, -1)
+    assert red[in_red].all() and torch.equal(data.x[in_red, 0], data.x[in_green, 1])
+    assert torch.equal(data.y[in_red], data.y[data.test])
+    assert torch.equal(data.y[in_green], data.y[data.test])
 
 
 # ---------------------------------------------------------------- a Dataset
@@ -69,21 +59,17 @@ def test_rotation_is_torchvisions_in_equal_parts_and_leaves_the_original(tiny):
 
 
 def test_the_fingerprint_changes_with_one_pixel_one_label_or_one_domain(tiny):
-    same = replace(tiny, name="other", x=tiny.x.mT.contiguous().mT)
+    same = replace(tiny, x=tiny.x.mT.contiguous().mT)
     assert same.fingerprint() == tiny.fingerprint()  # only values count, not strides
-    found = {tiny.fingerprint(), replace(tiny, classes=["a", "b", "x"]).fingerprint()}
     for part in ("x", "y", "domain", "train"):
         other = getattr(tiny, part).clone()
-        other[-1:].view(-1)[-1] -= 1
-        found.add(replace(tiny, **{part: other}).fingerprint())
-    assert len(found) == 6  # each change gives another number
+        other.view(-1)[-1] -= 1
+        assert replace(tiny, **{part: other}).fingerprint() != tiny.fingerprint()
 
 
 def test_images_or_labels_of_another_type_are_refused(tiny):
     for change, says in (
         ({"x": tiny.x / 255}, "x is uint8 .*, not torch.float32 "),
-        ({"x": tiny.x[:, 0]}, r"x is uint8 .*, not torch.uint8 \[180, 8, 8\]"),
-        ({"y": tiny.y.int()}, r"y is int64 \[180\], not torch.int32"),
         ({"y": tiny.y[:, None]}, r"y is int64 \[180\], not torch.int64 \[180, 1\]"),
         ({"y": tiny.y + 1}, r"y is in 0 \.\. 2, not in 1 \.\. 3"),
     ):
@@ -102,6 +88,7 @@ def pets(tmp_path):
 
 LAYOUTS = """
 cat, dog -> 16 training and 4 test images; classes (2): cat 10, dog 10
+a, a/._0.png -> 8 training and 2 test images; classes (1): a 10; left out (1): hidden .png 1
 bus, train -> 16 training and 4 test images; classes (2): bus 10, train 10
 train/a, train/b, val/a, val/b -> 20 training and 20 test images; classes (2): a 20, b 20
 train/a, test/a, val/a -> 10 training and 10 test images; classes (1): a 20; left out (1): val/ 10
@@ -128,28 +115,24 @@ def test_pixels_labels_domains_and_parts_belong_together(pets, tmp_path):
     assert (red == 30 * y + 60 * data.domain).all()
     data, red, y = loaded(sort_images(tmp_path / "x", "train/cat, train/dog, val/cat, val/dog"))
     assert data.test.tolist() == [*range(20, 40)] and data.domain is None
-    assert (red == 30 * y + 60 * torch.isin(torch.arange(40), data.test)).all()
+    assert (red == 30 * y + 60 * (torch.arange(40) >= 20)).all()
     (pets / "photo/cat/0.png").unlink()
     data, red, y = loaded(pets / "photo")
     assert (red == 30 * y).all() and y[data.test].bincount().tolist() == [1, 2]  # of 9 and 10
     again, *_ = loaded(pets / "photo")
-    assert data.fingerprint() == again.fingerprint()  # the fifth for testing is always the same
+    assert torch.equal(data.x, again.x)  # the fifth for testing is always the same
 
 
 REFUSED = """
 cat, fox/ -> pets/fox holds no images
-0.png, 1.png -> 0 folders deep .*png.: move them
 0.png, cat, dog -> 0 folders deep .*png., 1 folders deep
 cat, dog, dog/small -> 1 folders deep .*png., 2 folders deep
 seg/seg/cat, seg/seg/dog -> 3 folders deep .*png.: move them, or give another folder
-train, test -> holds test, train: a split has train/CLASS
 cat, val -> holds cat, val: a split has
 train/cat, train/dog -> holds train: a split has
 test/cat, val/cat -> holds test, val: a split has
-train/cat, valid/cat -> holds train, valid: a split has
 train/cat, test/cat, sketch/cat -> holds sketch, test, train: a split has
 train/cat, train/dog, test/cat -> no testing images of dog
-train/cat, test/cat, test/dog -> no training images of dog
 cat, dog/0.png, fox/0.png -> no training images of dog, fox: add some
 """
 
@@ -159,15 +142,6 @@ def test_everything_else_is_refused_in_one_line(tmp_path, refused):
     folders, says = refused.split(" -> ")
     with pytest.raises(UserError, match=f"^[^\n]*{says}[^\n]*$"):
         load(str(sort_images(tmp_path / "pets", folders)))
-
-
-def test_what_is_left_out_is_named(pets, capsys):
-    for name in (".DS_Store", "._0.png", "notes.heic", "LICENSE"):
-        (pets / "photo/cat" / name).touch()
-    sort_images(pets, ".ipynb_checkpoints/cat")
-    assert len(image_folder(pets, 8)["x"]) == 40
-    left_out = ".heic 1, LICENSE 1, hidden .DS_Store 1, hidden .ipynb_checkpoints 1, hidden .png 1"
-    assert f"left out (5): {left_out}\n" in capsys.readouterr().err
 
 
 def test_a_folder_with_the_name_of_a_data_set_is_another_one(monkeypatch, tmp_path, capsys):
@@ -203,33 +177,29 @@ def test_what_cannot_be_read_is_named(tmp_path):
     small.save(tmp_path / "postscript.jpg", "EPS")  # a program, which Pillow would run
     small.save(tmp_path / "cut.bmp")
     os.truncate(tmp_path / "cut.bmp", 99)
-    for kind in ("int32", "float32"):
-        Image.fromarray(np.zeros((9, 9), kind)).save(tmp_path / f"{kind}.tif")
+    Image.new("F", (9, 9)).save(tmp_path / "float.tif")
     (tmp_path / "deep.png").write_bytes(DEEP_PNG)
     for name, why in {
         "pages.tif": "several pages",
         "postscript.jpg": "cannot identify",
         "cut.bmp": "truncated",
-        "int32.tif": "more than 8 bits",
-        "float32.tif": "more than 8 bits",
+        "float.tif": "more than 8 bits",
         "deep.png": "more than 8 bits",
     }.items():
         with pytest.raises(UserError, match=rf"1 images cannot be read: .*{name} \(.*{why}"):
             decode([tmp_path / name], 8)
 
 
-def test_images_of_other_kinds_look_as_a_person_sees_them(pets):
+def test_images_of_other_kinds_look_as_a_person_sees_them(tmp_path):
     clear = Image.new("RGBA", (16, 16), (255, 0, 0, 0))
     clear.paste((0, 0, 0, 255), (0, 0, 1, 1))
+    clear.save(tmp_path / "1.png")
     turned, exif = Image.new("RGB", (16, 16)), Image.Exif()
     turned.paste("white", (0, 8, 16, 16))  # the lower half
     exif[0x0112] = 3  # the camera was upside down
-    cat = pets / "art/cat"
-    cat.mkdir(parents=True)
-    clear.save(cat / "1.png")
-    turned.save(cat / "2.jpg", exif=exif)
-    Image.new("P", (16, 16), 0).save(cat / "3.gif", transparency=0)
-    transparent, upright, gif = image_folder(pets, 16)["x"][:3]
+    turned.save(tmp_path / "2.jpg", exif=exif)
+    Image.new("P", (16, 16), 0).save(tmp_path / "3.gif", transparency=0)
+    transparent, upright, gif = decode(sorted(tmp_path.iterdir()), 16)
     assert (transparent[:, 8, 8] == 255).all() and (transparent[:, 0, 0] == 0).all()
     assert upright[:, :6].min() > 200 and upright[:, 10:].max() < 50
     assert (gif == 255).all()
@@ -240,39 +210,33 @@ def test_images_of_other_kinds_look_as_a_person_sees_them(pets):
 NUMBERS = {"mnist": "MNIST/raw/", "emnist": "EMNIST/raw/emnist-digits-"}
 
 
-def write_numbers(folder, name):
-    """Four training and two test images in torchvision's files of this data set, and labels."""
+@pytest.mark.parametrize("name", NUMBERS)
+def test_torchvisions_files_are_read(tmp_path, name, monkeypatch):
+    """Four training and two test images. Then the files are cut off."""
     x, y = np.random.default_rng(0).integers(0, 256, (6, 28, 28)), np.array([1, 2, 3, 4, 2, 1])
     for part, samples in {"train": slice(4), "t10k": slice(4, 6), "test": slice(4, 6)}.items():
         for kind, array in (("images-idx3", x[samples]), ("labels-idx1", y[samples])):
             header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
-            file = folder / f"{NUMBERS[name]}{part}-{kind}-ubyte"
+            file = tmp_path / f"{NUMBERS[name]}{part}-{kind}-ubyte"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(header + array.astype(np.uint8).tobytes())
-    return x, y
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_torchvisions_files_are_read(tmp_path, name, monkeypatch):
+    with pytest.raises(UserError, match=r"\(4, 2\) .* not \(.*0000\): remove its folder"):
+        load(name, tmp_path)
     monkeypatch.setitem(PUBLIC, name, (PUBLIC[name][0], 4, 2))
-    x, y = write_numbers(tmp_path, name)
     data = load(name, tmp_path)
     assert np.array_equal(data.x[:, 0], x if name == "mnist" else x.transpose(0, 2, 1))
-    assert data.y.tolist() == y.tolist() and data.classes[3].startswith("3")
+    assert data.y.tolist() == y.tolist()
     assert data.train.tolist() == [0, 1, 2, 3] and data.test.tolist() == [4, 5]
+    for file in tmp_path.rglob("*-ubyte"):
+        os.truncate(file, 9)
+    with pytest.raises(UserError, match="it is damaged, and has to be removed; without a network"):
+        load(name, tmp_path)
 
 
-def test_a_data_set_that_is_not_whole_is_refused(tmp_path):
-    write_numbers(tmp_path, "mnist")
+def test_unpacked_images_of_cifar10_are_read_and_counted(tmp_path):
     sort_images(tmp_path / "cifar10", "train/cat, train/dog, test/cat, test/dog")
-    with pytest.raises(UserError, match=r"\(4, 2\) .* not \(60000, 10000\): remove its folder"):
-        load("mnist", tmp_path)
     with pytest.raises(UserError, match=r"\(20, 20\) .* not \(50000, 10000\): remove its folder"):
         load("cifar10", tmp_path)
-    file = tmp_path / "MNIST/raw/train-images-idx3-ubyte"
-    file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(UserError, match="it is damaged, and has to be removed; without a network"):
-        load("mnist", tmp_path)
 
 
 def test_traffic_signs_are_decoded(tmp_path, monkeypatch):

@@ -52,15 +52,6 @@ def test_a_snippet_stands_in_its_file(page, file, snippet):
         assert at >= 0, f"docs/{page}.md shows what {file} does not have:\n{part}"
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_page_shows_its_method_and_has_a_toy(method):
-    shown = [
-        snippet for page, file, snippet in SNIPPETS if (page, file) == (method, f"{method}.py")
-    ]
-    assert len(shown) >= 2, f"docs/{method}.md shows too little of {method}.py"
-    assert ">>> " in PAGES[method], f"docs/{method}.md has no toy (lines with >>>)"
-
-
 @pytest.mark.parametrize("page", [name for name, text in PAGES.items() if ">>> " in text])
 def test_the_toy_prints_what_the_page_shows(page):
     blocks, report = re.findall(r"```python\n(>>> .*?)```", PAGES[page], re.S), []

@@ -18,12 +18,15 @@ def parameters(model):
 
 @pytest.mark.parametrize("name", ["cnn", "convnet", "resblocks", "resnet18-cifar", "resnet18"])
 def test_a_model_is_its_classifier_after_its_features(name):
-    channels, size = (3, 32) if name.startswith("resnet") else (1, 28)
-    model = build(name, (channels, size, size), 7, width=0.125).eval()
-    x = torch.rand(2, channels, size, size)
-    assert model(x).shape == (2, 7)
-    assert torch.equal(model(x), model.classifier(model.features(x)))
-    assert torch.allclose(model.train()(x)[:1], model(x[:1]), atol=1e-5) or name == "resblocks"
+    """And each sample's logits are its own, but in training behind batch norm."""
+    shape = (3, 32, 32) if name.startswith("resnet") else (1, 28, 28)
+    model, x = build(name, shape, 7, width=0.125), torch.rand(2, *shape)
+    if name == "resblocks":
+        model.eval()
+    logits = model(x)
+    assert logits.shape == (2, 7)
+    assert torch.equal(logits, model.classifier(model.features(x)))
+    assert torch.allclose(logits[:1], model(x[:1]), atol=1e-5)
 
 
 def test_the_models_have_as_many_parameters_as_their_papers_say():
@@ -81,36 +84,13 @@ def test_pretrained_weights_give_torchvisions_features_with_frozen_statistics(
         assert torch.allclose(found if pooled else found.mean((2, 3)), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda state: {**state, "conv1.weight": torch.zeros(64, 1, 7, 7)}, "[64, 1, 7, 7]"),
-        (lambda state: {"model": state, "flags": argparse.Namespace()}, "(UnpicklingError)"),
-        (lambda state: [state], "(AttributeError)"),
-    ],
-)
-def test_one_line_says_why_a_file_of_weights_does_not_fit(tmp_path, change, says):
+def test_a_file_of_weights_that_would_run_code_is_refused_in_one_line(tmp_path):
     file = str(tmp_path / "weights.pth")
-    torch.save(change(torchvision.models.resnet18().state_dict()), file)
-    with pytest.raises(UserError) as e:
+    state = torchvision.models.resnet18().state_dict()
+    torch.save({"model": state, "flags": argparse.Namespace()}, file)
+    says = rf"^.* cannot be loaded from {file} \(UnpicklingError\): give .*$"
+    with pytest.raises(UserError, match=says):
         build("resnet18", (3, 32, 32), 5, pretrained=file)
-    text = str(e.value)
-    assert f"cannot be loaded from {file} (" in text and says in text
-    assert "network" not in text and len(text.splitlines()) == 1
-
-
-def test_a_model_that_does_not_exist_is_refused():
-    with pytest.raises(UserError, match="'resnet' is none of cnn, convnet, "):
-        build("resnet", (3, 32, 32), 5)
-
-
-def test_a_download_that_fails_says_what_to_do(monkeypatch):
-    def fails(*args, **kwargs):
-        raise OSError("no route")
-
-    monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", fails)
-    with pytest.raises(UserError, match=r"\(no route\): give a copy of .*/resnet18-.*pth"):
-        build("resnet18", (3, 32, 32), 5, pretrained="imagenet")
 
 
 def test_vgg16_has_batch_norm_and_the_parameters_of_zhangs_table_11(tmp_path, monkeypatch):

@@ -1,33 +1,23 @@
-"""The three methods of Wu et al.: entropy weighting, minimax selection, convex-hull selection."""
+"""Entropy weighting, minimax and convex-hull selection (Wu et al.), and FedAvg, by hand."""
 
-from argparse import Namespace
-from itertools import combinations, product
+import importlib
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
-from helpers import largest_by_numpy, sgd_by_hand
-from scipy.optimize import linprog
+from helpers import largest_by_numpy, loss_and_gradient, sgd_by_hand
+from known import is_vertex
 from torch.nn.functional import normalize
 
-import convex_hull_select
-import entropy_weighting
-import minimax_select
-from common import UserError
 from common.chance import random_at, sample
 from common.train import local_solver
 from convex_hull_select import hull_vertices
-from entropy_weighting import entropy_weights, label_entropy
+from entropy_weighting import entropy_weights
 from minimax_select import minimax_clients
 
 CUT = "--model cnn --width 0.125 --local-epochs 1 --clients 8 --participating 6 --dirichlet 0.5 "
-CUT += "--partition dirichlet --rounds 3 --lr 0.1 --batch-size 8 --no-compare "
-METHODS = {  # the hull has at most 6 vertices
-    entropy_weighting: "--sample 2 ",
-    minimax_select: "--sample 2 ",
-    convex_hull_select: "--sample 6 --hull-dim 2 ",
-}
+CUT += "--partition dirichlet --rounds 3 --lr 0.1 --batch-size 8 --no-compare --sample 2 "
 
 
 def normal(rng, *shape):
@@ -37,19 +27,10 @@ def normal(rng, *shape):
 # ---------------------------------------------------------------- entropy weighting
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.uint8, 200), (torch.float64, 1e300)])
-def test_entropy_of_counts_of_any_size_and_type(dtype, most, rng):
-    counts = torch.from_numpy(rng.random((7, 12)) ** 8 * most).to(dtype)
-    counts[:, 0], counts[0, 1:] = 1, 0  # an entropy of zero, too
-    h = [scipy.stats.entropy(row) for row in counts.double().numpy()]
-    assert np.allclose(label_entropy(counts), h, rtol=1e-12) and min(h) == 0
-
-
 def test_label_counts_that_are_none_are_refused():
-    for wrong in ([0.0, 0], [1, torch.nan], [1, torch.inf], [3, -1], [-1, -1]):
-        counts = [[1, 2], wrong]
+    for wrong in ([0.0, 0], [1, torch.nan], [3, -1]):
         with pytest.raises(ValueError, match="label_counts"):
-            entropy_weights(torch.tensor(counts))
+            entropy_weights(torch.tensor([[1, 2], wrong]))
 
 
 # ---------------------------------------------------------------- minimax selection
@@ -58,24 +39,17 @@ def test_label_counts_that_are_none_are_refused():
 @pytest.mark.parametrize("select", [minimax_clients, hull_vertices])
 def test_updates_without_a_direction_and_other_shapes_and_numbers_are_refused(select, rng):
     g = normal(rng, 6, 5000)
-    for value, part in ((0, slice(None)), (torch.nan, 7), (torch.inf, 7), (-torch.inf, 7)):
+    for value, part in ((0, slice(None)), (torch.nan, 7), (torch.inf, 7)):
         wrong = g.clone()
         wrong[4, part] = value
         with pytest.raises(ValueError, match="an update is zero or not finite"):
             select(wrong, 2)
-    for wrong, number in ((g[0], 1), (g[None], 1), (g[:0], 1), (g, 0), (g, 9)):
+    for wrong, number in ((g[0], 1), (g, 0), (g, 9)):
         with pytest.raises(ValueError, match="g must be"):
             select(wrong, number)
 
 
 # ---------------------------------------------------------------- convex-hull selection
-
-
-def is_vertex(points, i):
-    """Whether no convex combination of the others is point i: a linear program has no solution."""
-    others = np.delete(points, i, 0)
-    a, b = np.vstack([others.T, np.ones(len(others))]), np.append(points[i], 1)
-    return linprog(np.zeros(len(others)), A_eq=a, b_eq=b, bounds=(0, None)).status == 2
 
 
 def exact_hull(g, dim):
@@ -113,93 +87,109 @@ def test_selections_are_right_for_any_type_and_length(of_type, rng):
     g = (float(unit) * g).to(getattr(torch, dtype))
     exact, held = g.double() / float(unit), g.clone().requires_grad_()
     worst = largest_by_numpy(exact).round(6)  # two that are each other's nearest are a tie
-    for k, (best, mirror) in product((1, 4, 11), ((min, False), (max, True))):
-        subsets = combinations(range(12), k)  # equation 16
-        expected = best(subsets, key=lambda subset: worst[list(subset)].sum().round(5))
-        assert minimax_clients(held, k, mirror).tolist() == [*expected]
-    for dim in (2, 3):
-        assert hull_vertices(held, dim).tolist() == exact_hull(exact, dim)
-        assert hull_vertices(held, dim, scale=True).tolist() == exact_hull(normalize(exact), dim)
-
-
-def test_random_and_interior_clients_are_as_many_as_the_vertices(rng):
-    g, ids = normal(rng, 30, 50), torch.arange(30)
-    vertices = exact_hull(g, 2)
-    possible = {"hull": vertices, "interior": {*range(30)} - {*vertices}, "random": range(30)}
-    for most, count in ((None, len(vertices)), (4, 4)):
-        args = Namespace(hull_dim=2, unit_length=False, sample=most, seed=0)
-        for args.selection, those in possible.items():
-            found = convex_hull_select.select(args, Namespace(ids=ids), g, 1).tolist()
-            assert len(found) == count < 15 and found == sorted({*found} & {*those})
-    args.selection = "interior"
-    with pytest.raises(UserError, match="round 1: no client lies inside the hull"):
-        convex_hull_select.select(args, Namespace(ids=ids[:3]), g[:3], 1)
+    for largest, sign in ((False, 1), (True, -1)):
+        nearest = (sign * worst).argsort(kind="stable")
+        assert minimax_clients(held, 4, largest).tolist() == sorted(nearest[:4])
+    assert hull_vertices(held, 2).tolist() == exact_hull(exact, 2)
+    assert hull_vertices(held, 3, scale=True).tolist() == exact_hull(normalize(exact), 3)
 
 
 # ---------------------------------------------------------------- whole runs
 
 
-def selected_by_hand(method, table, t, more=""):
-    """Line 3 or 4 for two clients, or for a hull in two dimensions."""
-    if method is entropy_weighting or "random" in more:
-        return sample(torch.arange(6), 2, random_at(0, "select", t)).tolist()
-    if method is minimax_select:
-        order = largest_by_numpy(table).round(6) * (-1 if "maxsim" in more else 1)
-        return sorted(order.argsort(kind="stable")[:2].tolist())
-    return exact_hull(normalize(table.double()) if "unit" in more else table, 2)
+def selected_by_hand(run, w, table, t):
+    """The selection's line for two of six clients, or for a hull in two dimensions."""
+    args, clients, everybody = run.args, run.clients, torch.arange(6)
+    by = getattr(args, "selection", "random")
+    rng = random_at(args.seed, "select", t)
+    if "hull_dim" in args:
+        corners = exact_hull(normalize(table.double()) if args.unit_length else table, 2)
+        others = [k for k in range(6) if k not in corners]
+        possible = {"hull": corners, "interior": others, "random": range(6)}[by]
+        count = min(args.sample, len(corners), len(possible))
+        return sample(torch.tensor(possible), count, rng).tolist()
+    if by in ("random", "by_size"):
+        sizes = clients.sizes[:6] if by == "by_size" else None
+        return sample(everybody, 2, rng, sizes).tolist()
+    if by == "power_of_choice":
+        losses = [loss_and_gradient(run.trainer, w, clients.train[k])[0] for k in everybody]
+        score = -torch.stack(losses).detach().numpy()
+    else:
+        score = largest_by_numpy(table).round(6) * (-1 if by == "maxsim" else 1)
+    return sorted(score.argsort(kind="stable")[:2].tolist())
 
 
-MOMENTUM = "--momentum 0.9"
 BATCH_NORM = "--model resblocks --width 0.01 --lr 0.01 --batch-size 32"
-VARIANTS = [(method, "") for method in METHODS]
-VARIANTS += [(entropy_weighting, "--weighting equal"), (minimax_select, "--selection random")]
-VARIANTS += [(minimax_select, "--selection maxsim --weighting size " + MOMENTUM)]
-VARIANTS += [(convex_hull_select, "--unit-length --weighting size --seed 1")]
-VARIANTS += [(minimax_select, BATCH_NORM), (convex_hull_select, BATCH_NORM)]
+VARIANTS = f"""
+fedavg --weighting size
+fedavg --weighting equal --momentum 0.9
+fedavg --selection by_size
+fedavg --selection power_of_choice
+fedavg --weight-decay 0.3 --lr-decay 0.5
+fedavg --weight-decay 0.3 --lr-decay 0.5 --optimizer adam --lr 0.01
+entropy_weighting
+entropy_weighting --weighting equal
+minimax_select
+minimax_select --selection random
+minimax_select --selection maxsim --weighting size --momentum 0.9
+minimax_select {BATCH_NORM}
+convex_hull_select --hull-dim 2 --sample 6
+convex_hull_select --hull-dim 2 --sample 6 --unit-length --weighting size --seed 1
+convex_hull_select --hull-dim 2 --sample 6 {BATCH_NORM}
+convex_hull_select --hull-dim 2 --sample 3
+convex_hull_select --hull-dim 2 --sample 6 --selection interior
+convex_hull_select --hull-dim 2 --sample 6 --selection random
+"""
 
 
-@pytest.mark.parametrize(("method", "more"), VARIANTS)
-def test_three_rounds_are_the_paper_by_hand(finished, method, more):
+@pytest.mark.parametrize("variant", VARIANTS.strip().splitlines())
+def test_three_rounds_are_the_paper_by_hand(finished, variant):
     """The statistics of batch norm move the model, and select nobody."""
-    run = finished(method, f"{CUT} {METHODS[method]} {more}")
-    clients, trainer = run.clients, run.trainer
-    labels = [run.data.y[samples].bincount() for samples in clients.train]
-    h = torch.tensor([scipy.stats.entropy(count) for count in labels]).float()
+    name, _, flags = variant.partition(" ")
+    run = finished(importlib.import_module(name), CUT + flags)
+    data, trainer, w = run.data, run.trainer, run.trainer.initial
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    w, differs = trainer.initial, 0
+    counts = [data.y[samples].bincount() for samples in run.clients.train]
+    h = np.array([scipy.stats.entropy(of_client) for of_client in counts])
+    n = np.array([of_client.sum() for of_client in counts])
+    weights = {"entropy": np.exp(h), "size": n, "equal": np.ones(8)}[run.args.weighting]
 
     def trained(t, k):
-        if more == BATCH_NORM:  # statistics have no gradient
+        if BATCH_NORM in variant:  # statistics have no gradient
             ends, losses = trainer.train(local_solver, w, torch.tensor([k]), t)
             return ends[0], losses.item()
         return sgd_by_hand(run, w, t, k)
 
-    table = torch.stack([w - trained(0, k)[0] for k in range(6)])  # line 1
+    table = torch.zeros(6, len(w))
+    if "table" in run.state:
+        table = torch.stack([w - trained(0, k)[0] for k in range(6)])  # line 1
     for t, row in enumerate(run.rows, 1):
-        selected = selected_by_hand(method, table[:, :parameters], t, more)
-        differs += selected != selected_by_hand(method, table, t)
+        selected = selected_by_hand(run, w, table[:, :parameters], t)
         assert run.selected[t - 1] == selected
         ends, losses = zip(*[trained(t, k) for k in selected])
         table[selected] = w - torch.stack(ends)
+        alpha = weights[selected] / weights[selected].sum()
+        w = w - torch.from_numpy(alpha).float() @ table[selected]
         assert float(row["train_loss"]) == pytest.approx(np.mean(losses), rel=1e-4)
-        alpha = torch.full((len(selected),), 1 / len(selected))
-        if "weighting size" in more:
-            n = torch.tensor([float(len(clients.train[k])) for k in selected])
-            alpha = n / n.sum()
-        if method is entropy_weighting and not more:
-            alpha = h[selected].exp() / h[selected].exp().sum()
-            assert float(row["objective"]) == pytest.approx((alpha @ h[selected]).item(), rel=1e-4)
-        w = w - alpha @ table[selected]
+        if "objective" in row:
+            assert float(row["objective"]) == pytest.approx(alpha @ h[selected], rel=1e-4)
     assert t == 3 and torch.allclose(run.state["w"], w, atol=1e-5)
-    assert bool(differs) == bool(more.replace("--weighting equal", "")), (
-        "other flags would select the same clients"
-    )
-    if method is not entropy_weighting:
+    if "table" in run.state:
         assert torch.allclose(run.state["table"], table[:, :parameters], atol=1e-5)
+    answers = trainer.predict(w, data.test)[1]
+    right = (answers == data.y[data.test]).double().mean()
+    assert float(row["ood_accuracy"]) == pytest.approx(right.item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("method", [minimax_select, convex_hull_select])
-def test_updates_that_are_all_zero_end_the_run_in_one_line(start, launched, method):
-    *_, last = launched(method, f"{CUT} {METHODS[method]} --lr 1e-12", start)[1]
-    line = f"{method.__name__}.py: run: round 1: an update is zero or not finite: change --lr"
-    assert last == line
+ENDS = {
+    "minimax_select --lr 1e-12": "an update is zero or not finite: change --lr",
+    "convex_hull_select --lr 1e-12": "an update is zero or not finite: change --lr",
+    "convex_hull_select --hull-dim 8 --selection interior": "no client lies inside the hull: lower",
+}
+
+
+@pytest.mark.parametrize("variant", ENDS)
+def test_a_round_without_a_selection_ends_the_run_in_one_line(start, launched, variant):
+    name, _, flags = variant.partition(" ")
+    *_, last = launched(importlib.import_module(name), CUT + flags, start)[1]
+    assert last.startswith(f"{name}.py: run: round 1: {ENDS[variant]}")

@@ -20,10 +20,10 @@ def test_two_rounds_are_algorithm_1_by_hand(finished):
         return loss, gradient - c_k[k] + c
 
     for t, selected in enumerate(run.selected, 1):
-        ends, change, steps, run.args.lr = {}, {}, [0] * 4, 0.1 / t
+        ends, change, steps, lr = {}, {}, [0] * 4, 0.1 / t
         for k in selected:
             ends[k], _ = sgd_by_hand(run, w, t, k, corrected)
-            change[k] = (w - ends[k]) / (steps[k] * run.args.lr) - c
+            change[k] = (w - ends[k]) / (steps[k] * lr) - c
         n = sum(len(samples[k]) for k in selected)
         w = sum(len(samples[k]) / n * ends[k] for k in selected)
         c = c + sum(change.values()) / 4
