@@ -35,6 +35,15 @@ def one_of(name, options):
     return name
 
 
+def check_tensor(name, value, dtype, dims):
+    """Raises UserError if this is no tensor of this type with so many dimensions."""
+    if not isinstance(value, torch.Tensor) or (value.dtype, value.dim()) != (dtype, dims):
+        found = type(value).__name__
+        if isinstance(value, torch.Tensor):
+            found = f"{value.dtype} {[*value.shape]}"
+        raise UserError(f"{name} must be a {dims}-dimensional tensor of {dtype}, not {found}")
+
+
 def load_tensors(file, device="cpu"):
     """What torch.save has written. It runs no code of the file.
 

@@ -14,15 +14,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common import UserError, first_line
+from common import UserError, check_tensor, first_line
 from common.folders import decode, image_folder
 from common.glyphs import coloured, glyphs
 from common.ranks import say
 
 OFFLINE = {"glyphs": glyphs, "colours": coloured}  # drawn by the program, without a download
-PUBLIC = {  # name -> torchvision's class, and how many training and test images there are
-    "mnist": ("MNIST", 60_000, 10_000),
-    "fmnist": ("FashionMNIST", 60_000, 10_000),
+# name -> torchvision's class, and how many training and test images there are. The first two have
+# files of the same names, so it also says how many training images are of the first class
+PUBLIC = {
+    "mnist": ("MNIST", 60_000, 10_000, 5_923),
+    "fmnist": ("FashionMNIST", 60_000, 10_000, 6_000),
     "emnist": ("EMNIST", 240_000, 40_000),  # the digits
     "cifar10": ("CIFAR10", 50_000, 10_000),
     "cifar100": ("CIFAR100", 50_000, 10_000),
@@ -43,7 +45,7 @@ class Dataset:
     extra    positions of further test sets, by name
     source   the fingerprint before the rotation, which depends on a run's seed
 
-    Raises UserError if x or y has another type or shape, or y a label that is no class.
+    Raises UserError for another type or shape, and for a label that is no class.
     """
 
     name: str
@@ -58,15 +60,15 @@ class Dataset:
     source: int | None = None
 
     def __post_init__(self):
-        x = self.x
-        y = self.y
-        if x.dtype != torch.uint8 or x.dim() != 4:
-            raise UserError(f"x is uint8 [N, channels, height, width], not {x.dtype} {[*x.shape]}")
-        if y.dtype != torch.int64 or y.shape != x.shape[:1]:
-            raise UserError(f"y is int64 [{len(x)}], not {y.dtype} {[*y.shape]}")
+        check_tensor("x", self.x, torch.uint8, 4)
+        of_numbers = {"y": self.y, "train": self.train, "test": self.test, **self.extra}
+        if self.domain is not None:
+            of_numbers["domain"] = self.domain
+        for name, numbers in of_numbers.items():
+            check_tensor(name, numbers, torch.int64, 1)
         last = len(self.classes) - 1
-        if y.min() < 0 or y.max() > last:
-            raise UserError(f"y is in 0 .. {last}, not in {y.min()} .. {y.max()}")
+        if len(self.y) != len(self.x) or self.y.min() < 0 or self.y.max() > last:
+            raise UserError(f"y must be in 0 .. {last} for each of {len(self.x)} images")
 
     def fingerprint(self):
         """A number that changes if a sample, a label, a domain or a name changes."""
@@ -84,7 +86,7 @@ def load(name, root="data", image_size=96):
     image_size  height and width to which a folder's images are scaled
 
     Raises UserError if there is no such data set, if it cannot be read and cannot be downloaded, or
-    if a data set with a name has not as many images as it should.
+    if a data set with a name has not as many images as it should, or those of another one.
     """
     root = Path(root)
     folder = Path(name)
@@ -103,8 +105,9 @@ def load(name, root="data", image_size=96):
         data = Dataset(name, **image_folder(images, 32))
     else:
         data = _from_torchvision(name, root)
-    found = len(data.train), len(data.test)
     expected = PUBLIC[name][1:]
+    of_first_class = int((data.y[data.train] == 0).sum())
+    found = (len(data.train), len(data.test), of_first_class)[: len(expected)]
     if found != expected:
         raise UserError(
             f"{name} in {root}/ has {found} training and test images, and not {expected}: remove "

@@ -168,9 +168,10 @@ def agree(facts, advice):
 
 
 def say(text):
-    """Prints a line on stderr, on each machine once."""
+    """Prints a line on stderr, on each machine once. Control characters of a name are escaped."""
     if not LOCAL_RANK:
-        print(text, file=sys.stderr)
+        shown = [c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text]
+        print("".join(shown), file=sys.stderr)
 
 
 say_once = lru_cache(say)

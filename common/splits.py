@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common import UserError, one_of
+from common import UserError, check_tensor, one_of
 from common.chance import random_at, sample, shuffled
 
 MIN_SIZE = 10  # every client has at least this many samples
@@ -41,6 +41,10 @@ class Clients:
     groups: list
     tests: dict
     label_counts: Tensor = None
+
+    def __post_init__(self):
+        for samples in (*self.train, *self.test, *self.tests.values()):
+            check_tensor("a client's or a test set's samples", samples, torch.int64, 1)
 
     @property
     def ids(self):

@@ -12,7 +12,7 @@ from math import ceil
 import torch
 import torch.nn.functional as F
 
-from common import RunError, UserError, one_of, ranks
+from common import RunError, UserError, check_tensor, one_of, ranks
 from common.chance import random_at, seeded, shuffled
 
 ADVICE = "lower --lr, or the weight of the method's penalty if it has one"
@@ -191,9 +191,9 @@ class Trainer:
         participate, or if the processes do not agree on clients and weights.
         """
         self.t = t
-        selected = self._ids(selected)
         if t and not len(selected):  # the average of nothing would be a model of zeros
             raise UserError(f"nobody was selected in round {t}: select one client at least")
+        selected = self._ids(selected, self.clients.participating)
         mine = self._mine(theta, selected, [len(self.clients.train[k]) for k in selected])
         weights = theta.new_zeros(len(selected), len(theta))
         losses = theta.new_zeros(len(selected))
@@ -203,7 +203,7 @@ class Trainer:
             self._load(theta)
             self.model.train()
             fixed = [buffer.clone() for buffer in self._not_sent()]
-            own = self._own(per_client, k)
+            own = {name: values[k] for name, values in per_client.items()}
             batches = self._batches(k, t)
             optimizer = self._optimizer(t)
             with seeded(self.device, self.seed, "dropout", t, k):  # the same on any process
@@ -251,13 +251,14 @@ class Trainer:
         one is not finite.
         """
         results = {}
+        ids = self._ids(ids, len(samples))
         for i in self._mine(theta, ids, [len(samples[k]) for k in ids]):
             k = int(ids[i])
             self._load(theta)
             self.model.eval()
             pieces = samples[k].to(self.device).split(self.chunk)
             batches = (self.batch(piece) for piece in pieces)
-            own = self._own(per_client, k)
+            own = {name: values[k] for name, values in per_client.items()}
             with seeded(self.device, self.seed, "evaluation", t, k):
                 found = function(self.model, batches, **own, **options)
             results[i] = found if isinstance(found, tuple) else (found,)
@@ -302,15 +303,13 @@ class Trainer:
         """Whether round t is evaluated."""
         return t % self.evaluate_every == 0 or t == self.rounds
 
-    def _ids(self, selected):
-        """These clients as int64 [K]. Raises UserError if they are no ids of participating ones."""
-        ids = torch.as_tensor(selected)
-        m = self.clients.participating
-        if len(ids) and (ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 1):
-            raise UserError(f"clients are ids, int64 [K], and not {ids.dtype} {[*ids.shape]}")
-        if ((ids < 0) | (ids >= m)).any():
-            raise UserError(f"round {self.t} selects {ids.tolist()}: only 0 to {m - 1} participate")
-        return ids.long()
+    def _ids(self, ids, n):
+        """These ids as int64 [K]. Raises UserError if they are no ids of the first n clients."""
+        ids = torch.as_tensor(ids)
+        check_tensor("clients", ids, torch.int64, 1)
+        if ((ids < 0) | (ids >= n)).any():
+            raise UserError(f"clients {ids.tolist()}: only 0 to {n - 1} can be selected here")
+        return ids
 
     def _mine(self, theta, ids, sizes):
         """Which of these pieces of work this process does.
@@ -324,13 +323,6 @@ class Trainer:
             advice = "draw with random_at, read no clock, and train in each one"
             ranks.agree(facts, f"{advice} (in or after round {self.t})")
         return ranks.share_out(sizes)
-
-    def _own(self, per_client, k):
-        """Client k's value in each of these tables. Raises UserError if one is too short."""
-        for name, values in per_client.items():
-            if isinstance(values, list | torch.Tensor) and len(values) < self.clients.participating:
-                raise UserError(f"{name} has {len(values)} values: per_client takes them by id")
-        return {name: values[k] for name, values in per_client.items()}
 
     def _not_sent(self):
         """The buffers that are not in theta, but for batch norm's counters, which nobody uses."""

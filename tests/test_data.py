@@ -17,6 +17,7 @@ from common import UserError
 from common.data import PUBLIC, load, rotated
 from common.folders import decode, image_folder
 from common.glyphs import AGREEMENT
+from common.splits import Clients
 
 # ---------------------------------------------------------------- drawn by the program
 
@@ -67,14 +68,24 @@ def test_the_fingerprint_changes_with_one_pixel_one_label_or_one_domain(tiny):
         assert replace(tiny, **{part: other}).fingerprint() != tiny.fingerprint()
 
 
-def test_images_or_labels_of_another_type_are_refused(tiny):
+def test_what_is_of_another_type_or_has_no_name_is_refused(tiny):
+    """Masks and lists would select other samples, in silence."""
+    mask = torch.arange(180) < 120
     for change, says in (
-        ({"x": tiny.x / 255}, "x is uint8 .*, not torch.float32 "),
-        ({"y": tiny.y[:, None]}, r"y is int64 \[180\], not torch.int64 \[180, 1\]"),
-        ({"y": tiny.y + 1}, r"y is in 0 \.\. 2, not in 1 \.\. 3"),
+        ({"x": tiny.x / 255}, "x must be a 4-dimensional tensor of torch.uint8, not torch.float"),
+        ({"x": tiny.x[:, 0]}, r"x must be a 4-.*, not torch.uint8 \[180, 8, 8\]"),
+        ({"x": [*tiny.x]}, "x must be a 4-dimensional tensor of torch.uint8, not list"),
+        ({"y": tiny.y.int()}, "y must be a 1-dimensional tensor of torch.int64, not torch.int32"),
+        ({"y": tiny.y[:, None]}, r"y must be a 1-.*, not torch.int64 \[180, 1\]"),
+        ({"train": mask}, r"train must be a 1-.*, not torch.bool \[180\]"),
+        ({"extra": {"mine": mask}}, "mine must be a 1-.*, not torch.bool"),
+        ({"y": tiny.y + 1}, r"y must be in 0 \.\. 2 for each of 180 images"),
+        ({"domain": tiny.domain.bool()}, "domain must be a 1-.*, not torch.bool"),
     ):
         with pytest.raises(UserError, match=says):
             replace(tiny, **change)
+    with pytest.raises(UserError, match="a client's or a test set's samples must be a 1-"):
+        Clients([mask], [tiny.test], 1, 1, [""], {})
 
 
 # ---------------------------------------------------------------- folders of images
@@ -220,7 +231,10 @@ def test_torchvisions_files_are_read(tmp_path, name, monkeypatch):
             file = tmp_path / f"{NUMBERS[name]}{part}-{kind}-ubyte"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(header + array.astype(np.uint8).tobytes())
-    with pytest.raises(UserError, match=r"\(4, 2\) .* not \(.*0000\): remove its folder"):
+    with pytest.raises(UserError, match=r"\(4, 2\b.* not \(.*0000\b.*: remove its folder"):
+        load(name, tmp_path)
+    monkeypatch.setitem(PUBLIC, name, (PUBLIC[name][0], 4, 2, 1))  # as MNIST's zeros tell Fashion
+    with pytest.raises(UserError, match=r"\(4, 2, 0\) .* not \(4, 2, 1\): remove its folder"):
         load(name, tmp_path)
     monkeypatch.setitem(PUBLIC, name, (PUBLIC[name][0], 4, 2))
     data = load(name, tmp_path)

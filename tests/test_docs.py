@@ -3,6 +3,8 @@
 import doctest
 import importlib
 import re
+import shutil
+import subprocess
 
 import pytest
 import torch.nn.functional as F
@@ -139,3 +141,13 @@ def test_links_resolve(page):
 def test_what_a_round_needs_does_not_depend_on_what_surrounds_a_run():
     for file in (ROOT / "common").glob("*.py"):
         assert "common.runner" not in file.read_text(), f"{file.name} imports from common/runner/"
+
+
+def test_line_ends_are_the_same_in_every_clone(tmp_path):
+    """With git's default on Windows, .ci/run would not start."""
+    shutil.copy(ROOT / ".gitattributes", tmp_path)
+    (tmp_path / "run").write_bytes(b"one\ntwo\n")
+    for words in ("init -q", "add .", "checkout-index -f -a"):
+        program = ["git", "-c", "core.autocrlf=true", *words.split()]
+        subprocess.run(program, cwd=tmp_path, check=True)
+    assert (tmp_path / "run").read_bytes() == b"one\ntwo\n"

@@ -1,4 +1,6 @@
+import contextlib
 import csv
+import errno
 import importlib
 import itertools
 import json
@@ -164,10 +166,21 @@ def test_two_rows_of_one_name_are_refused():
 
 
 def test_a_picture_never_costs_the_table(start, launched, monkeypatch):
-    monkeypatch.setattr(plots, "curves", lambda *given: 1 / 0)
-    code, lines = launched(fedavg, CUTS[fedavg], start)
-    assert code == 0 and "curves.png cannot be drawn (ZeroDivisionError" in lines[-1]
-    assert "id_accuracy" in launched.out
+    """It has a colour for each of nine rows, and room for what is negative."""
+    evaluate = fedavg.evaluate
+    for wrong in (torch.zeros(2, 2, 2), [0.5]):  # instead of a number for each of four clients
+        monkeypatch.setattr(
+            fedavg, "evaluate", lambda *given, wrong=wrong: evaluate(*given) | {"accuracies": wrong}
+        )
+        name = f"out{len(wrong)}"
+        code, lines = launched(fedavg, f"{CUTS[fedavg]} --no-compare --out {name}", start)
+        assert code == 0 and "id_accuracy" in launched.out and Path(name, "model.pt").exists()
+        assert len(wrong) == 1 or "clients.png cannot be drawn (ValueError" in str(lines)
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
+    of_labels = {str(i): (np.arange(3), np.full((1, 3), -float(i))) for i in range(9)}
+    plots.panels("x.png", [("code_loss", "mine", of_labels)], 2)
+    assert figures[0].axes[0].get_ylim()[0] == -8
 
 
 def test_a_run_that_was_stopped_in_its_baseline_goes_on_there(start, start_and_stop, capsys):
@@ -621,10 +634,52 @@ def test_before_anything_is_written_a_signal_only_stops(start, launched, monkeyp
 # -------------------------------------------------------------------------------------------- flags
 
 
-def test_a_setting_that_no_flag_is_called_is_refused(monkeypatch):
-    monkeypatch.setitem(fedavg.SETTINGS, "glyphs", {"local_epoch": 2})
-    with pytest.raises(UserError, match="SETTINGS has local_epoch, which no flag is called"):
+SETTINGS = """
+local_epoch = 2 -> SETTINGS has local_epoch, which no flag is called
+optimizer = "AdamW" -> argument --optimizer: invalid choice: 'AdamW'
+batch_size = 32.0 -> argument --batch-size: invalid int value: '32.0'
+lr = [0.1, 0.2] -> --lr cannot be [0.1, 0.2]
+rounds = true -> --rounds cannot be True
+silos = 3 -> --silos cannot be 3
+lr = null -> argument --lr: invalid float value: 'None'
+"""
+CHANGES = """
+rounds = "many" -> argument --rounds: invalid int value: 'many'
+seeds = [] -> --seed cannot be []
+compare = 1 -> --compare cannot be 1
+precision = null -> argument --precision: invalid choice: 'None'
+images = 3 -> whole differs in data (3, now
+machines = 3 -> args.json cannot be read (TypeError
+code = [1] -> args.json cannot be read (TypeError
+"""
+
+
+@pytest.mark.parametrize("setting", SETTINGS.strip().splitlines())
+def test_a_setting_that_nobody_can_type_is_refused(monkeypatch, setting):
+    name, value, says = re.split(" = | -> ", setting)
+    monkeypatch.setitem(fedavg.SETTINGS, "glyphs", {name: json.loads(value)})
+    with pytest.raises(UserError, match=re.escape(says)):
         parsed(fedavg, "")
+
+
+@pytest.mark.parametrize("change", CHANGES.strip().splitlines())
+def test_args_that_are_of_another_kind_are_refused(whole, refused, change):
+    folder = whole(fedavg)
+    before = outcome(folder)
+    about = json.loads((folder / "args.json").read_text())
+    name, value, says = re.split(" = | -> ", change)
+    changed = about if name in about else about["flags"]
+    changed[name] = json.loads(value)
+    (folder / "args.json").write_text(json.dumps(about))
+    refused(fedavg, "--resume whole", says)
+    assert outcome(folder) == before
+
+
+def test_a_baseline_with_a_misspelt_flag_is_refused(start):
+    args = parsed(fedavg, "")
+    with pytest.raises(UserError, match="baseline mine has selektion, which no flag is called"):
+        compare.sides_of(args, "FedAvg", {"mine": {"selektion": "random"}})
+    assert compare.sides_of(args, 1, {2: {"lr": 3}})[1].name == "2"  # a label may be a number
 
 
 def test_label_skew_does_not_inherit_the_rotations_of_silos():
@@ -708,3 +763,19 @@ def test_metrics_that_were_cut_are_whole_after_resume(start, whole):
     expected = outcome(whole(fedavg))
     Path("whole/metrics.csv").write_text("round,seconds\n1,0.5\n")
     assert outcome(start(fedavg, "--resume whole/")) == expected
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
+def test_a_file_system_without_fsync_is_no_failing_disk(tmp_path, monkeypatch, code):
+    def fsync(file):
+        raise OSError(code, "refused")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with contextlib.suppress(OSError):
+        runs.write_whole(tmp_path / "x.csv", "1")
+    assert (tmp_path / "x.csv").exists() == (code == errno.EINVAL)
+
+
+def test_the_name_of_a_class_does_not_steer_the_terminal(capsys):
+    ranks.say("pets: a\x1b[2J 10\nb=\u00e9 10")
+    assert capsys.readouterr().err == "pets: a\\x1b[2J 10\nb=\u00e9 10\n"

@@ -84,10 +84,14 @@ def test_a_trainer_begins_with_the_weights_that_its_model_has_by_then(tiny, trai
 
 def test_only_participating_clients_train_and_at_least_one(trainer):
     """Of nobody's weights the sum would be 0, and of three clients the ids are 0 to 2."""
-    with pytest.raises(UserError, match=r"round 1 selects \[0, 3\]: only 0 to 2 participate"):
+    with pytest.raises(UserError, match=r"clients \[0, 3\]: only 0 to 2 can be selected here"):
         trained(trainer, (0, 3))
-    with pytest.raises(UserError, match="clients are ids, int64"):
-        trained(trainer, torch.tensor([True, False, True]))  # which would be the ids 1 and 0
+    for wrong in ([True, False, True], [[0, 1]], [0.0, 1.0]):
+        says = "clients must be a 1-dimensional tensor of torch.int64, not torch"
+        with pytest.raises(UserError, match=says):
+            trained(trainer, torch.tensor(wrong))
+        with pytest.raises(UserError, match=says):
+            trainer.map(draw, trainer.initial, torch.tensor(wrong), trainer.clients.test, 1)
     with pytest.raises(UserError, match="nobody was selected in round 1"):
         trained(trainer, ())
 

@@ -16,13 +16,12 @@ from common import (
     data,
     devices,
     few,
-    first_line,
     models,
     ranks,
     splits,
 )
 from common.ranks import say
-from common.runner import plots, runs, table
+from common.runner import flags, plots, runs, table
 from common.train import LocalTraining, Trainer
 
 METHODS = ["fedavg", "entropy_weighting", "minimax_select", "convex_hull_select", "fediir", "uefl"]
@@ -125,10 +124,7 @@ def run(args, federate, label, baselines, example, build=build_model):
         if found:
             first, *others = found  # the first baseline is the last row, and all compare with it
             table.report({name: found[name] for name in (first, *reversed(others))})
-            try:
-                plots.curves(Path(args.out) / "curves.png", found)
-            except Exception as e:  # of a column of the user's, say
-                say(f"curves.png cannot be drawn ({first_line(e)})")
+            plots.try_to(plots.curves, Path(args.out) / "curves.png", found)
             print(f"Metrics, models and pictures of {args.dataset} are in {args.out}")
     except (KeyboardInterrupt, OSError) as e:
         if (Path(args.out) / "args.json").exists():
@@ -145,11 +141,12 @@ def sides_of(args, label, baselines):
     """The flags of the method, and of each baseline that changes something."""
     if args.method not in METHODS:
         label = args.method  # of a copy in a file of its own
-    sides = [changed(args, name=args.name or label)]  # a baseline resumed alone keeps its name
+    sides = [changed(args, name=str(args.name or label))]  # a baseline resumed alone keeps its name
     for name, own in baselines.items():
+        flags.refuse_unknown(f"the baseline {name}", own, args)
         if args.compare and any(getattr(args, flag) != value for flag, value in own.items()):
-            side = changed(args, **own, name=name, compare=False)
-            side.out += f"-{name.lower().replace(' ', '-')}"
+            side = changed(args, **own, name=str(name), compare=False)
+            side.out += f"-{side.name.lower().replace(' ', '-')}"
             if side.iterations == 1:  # in UEFL this is one long iteration
                 side.rounds += (args.iterations - 1) * args.later_rounds
             sides.append(side)
@@ -222,7 +219,7 @@ def run_one(own, federate, dataset, build, whole):
 
     try:
         if not run.rows:
-            plots.clients(run)
+            plots.try_to(plots.clients, run)
         rounds = () if run.ended else begin(clients, model, run.state, run.progress)
         chance.seed_all(own.seed, "round", run.t + 1)
         for i, (state, row) in enumerate(rounds, 1):

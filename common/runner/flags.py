@@ -72,7 +72,8 @@ def add_shared_flags(parser, example):
     example  the data set of the method's example
     """
     # What only some methods have as a flag
-    parser.set_defaults(held_out=None, iterations=1, later_rounds=0, name=None, stop=None)
+    parser.set_defaults(held_out=None, iterations=1, later_rounds=0)
+    parser.set_defaults(name=None, stop=None, is_example=False)
     add = parser.add_argument_group("settings").add_argument
     add("--dataset", default=example,
         help=f"{', '.join(data.NAMES)} (emnist: its ten digits), or a folder of images")
@@ -162,7 +163,7 @@ def parse(file, doc, settings, small, own_flags, argv=None):
     """
     argv = sys.argv[1:] if argv is None else argv
     # An empty value comes from a shell variable that is not set
-    if any(not word or word.endswith("=") for word in argv):
+    if any(not word or re.fullmatch("--[a-z-]+=", word) for word in argv):
         raise UserError("a flag's value is empty: give one, or leave the flag out")
     method = Path(file).stem
     example = next(iter(settings))
@@ -186,8 +187,9 @@ def parse(file, doc, settings, small, own_flags, argv=None):
         if takes_several and given.count(action) > 1:
             raise UserError(f"{typed[action.dest]} is given twice: give it once")
     chosen, _ = parser.parse_known_args(argv)  # --dataset, --small and --resume say the defaults
-    saved = saved_flags(chosen)
-    parser.set_defaults(**(saved or defaults_for(chosen, settings, small)))
+    saved = saved_flags(chosen, method)
+    preset = saved or defaults_for(chosen, settings, small)
+    parser.set_defaults(**as_typed(parser, preset))
     parser.add_argument("-h", "--help", action="help", help="show this text")  # with these defaults
     args = parser.parse_args(argv)
     args.resume = saved.get("out")
@@ -196,13 +198,11 @@ def parse(file, doc, settings, small, own_flags, argv=None):
     args.code = code_of(file, args.pretrained)
     if saved:
         if args.precision == "auto":  # the run began with what this meant there
-            args.precision = saved["precision"]
+            args.precision = saved.get("precision", "auto")
         refuse_others(Path(args.resume), saved, vars(args))
     else:
         infer_partition(args, typed)
         refuse_useless(args, typed)
-        if args.local_steps:
-            args.local_epochs = None
         changed = typed.keys() - OF_A_MACHINE - {"seeds", "precision"}
         args.is_example = args.dataset == example and not changed
     name = f"{method}-{Path(args.dataset).stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
@@ -258,15 +258,45 @@ def defaults_for(chosen, settings, small):
         if kind in data.OFFLINE:
             raise UserError(f"--small: {kind} is small already; leave it out")
         defaults = defaults | small.get(kind, small["other"])
-    if unknown := [*defaults.keys() - vars(chosen).keys()]:
-        raise UserError(f"SETTINGS has {few(unknown)}, which no flag is called")
+    refuse_unknown("SETTINGS", defaults, chosen)
     return defaults
 
 
-def saved_flags(chosen):
+def refuse_unknown(where, own, args):
+    """Raises UserError if one of these names is no flag's."""
+    if unknown := [*own.keys() - vars(args).keys()]:
+        raise UserError(f"{where} has {few(unknown)}, which no flag is called")
+
+
+def as_typed(parser, values):
+    """Values of flags, as if they had been typed. Raises UserError for one that nobody can type.
+
+    They come from SETTINGS or args.json, and of defaults argparse looks at texts alone.
+    """
+    found = dict(values)
+    for action in parser._actions:
+        value = values.get(action.dest, action.default)
+        if value is None and action.default is None:
+            continue
+        is_switch = action.nargs == 0
+        is_list = action.nargs not in (0, None, "?")
+        kinds = isinstance(value, bool), isinstance(value, list) and value != []
+        if kinds != (is_switch, is_list):
+            parser.error(f"{action.option_strings[0]} cannot be {value}")
+        if not is_switch:
+            words = value if is_list else [value]
+            try:
+                found[action.dest] = parser._get_values(action, [*map(str, words)])
+            except argparse.ArgumentError as e:
+                parser.error(str(e))
+    return found
+
+
+def saved_flags(chosen, method):
     """The flags of the run or comparison that goes on; none if a new one starts.
 
-    Raises UserError if there is no such run in the folder that --resume names.
+    Raises UserError if there is no such run in the folder that --resume names, or one of another
+    method.
     """
     folder = chosen.resume
     if folder == "--out":
@@ -275,7 +305,10 @@ def saved_flags(chosen):
         folder = chosen.out if (Path(chosen.out) / "args.json").exists() else None
     if not folder:
         return {}
-    return read_args(Path(folder))["flags"] | {"processes": None, "out": folder}
+    saved = read_args(Path(folder))["flags"]
+    if saved.get("method") != method:
+        raise UserError(f"{folder} was started by {saved.get('method')}.py: resume it with that")
+    return saved | {"processes": None, "out": folder}
 
 
 def read_args(folder):
@@ -283,7 +316,10 @@ def read_args(folder):
     file = folder / "args.json"
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
-        return {**about, "flags": dict(about["flags"])}
+        flags = dict(about["flags"])
+        flags["code"] = dict(flags.get("code", {}))
+        machines = [dict(machine) for machine in about.get("machines") or [{}]]
+        return {**about, "flags": flags, "machines": machines}
     except Exception as e:  # there are many types for a file that is damaged
         raise RunError(
             f"{file} cannot be read ({type(e).__name__}): name another folder, or start a new run "
@@ -296,18 +332,17 @@ def refuse_others(folder, saved, flags):
 
     Returns whether it becomes longer or shorter, by --rounds or by UEFL's --iterations.
     """
-    if saved.get("method") != flags["method"]:
-        raise UserError(f"{folder} was started by {saved.get('method')}.py: resume it with that")
     length = {"iterations", "stop"}
     if saved.get("iterations") == 1:
         length.add("rounds")
     flags = json.loads(json.dumps(flags, default=str))  # as args.json has them
-    saved = {**saved, **saved.get("code", {})}  # of code, each file has a name
-    flags = {**flags, **flags["code"]}
-    names = saved.keys() & flags.keys() - OF_A_MACHINE - {"code"}
-    differ = {name for name in names if saved[name] != flags[name]}
+    then = {**saved, **saved["code"]}  # of code, each file has a name
+    now = {**flags, **flags["code"]}
+    files = saved["code"].keys() & flags["code"].keys()
+    names = {*saved, *flags, *files} - OF_A_MACHINE - {"code"}
+    differ = {name for name in names if then.get(name) != now.get(name)}
     if others := sorted(differ - length):
-        texts = [f"{name} ({saved[name]}, now {flags[name]})" for name in others]
+        texts = [f"{name} ({then.get(name)}, now {now.get(name)})" for name in others]
         raise UserError(f"{folder} differs in {few(texts)}: undo that, or start a new run")
     return bool(differ)
 

@@ -7,7 +7,7 @@ from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from common import ranks
+from common import first_line, ranks
 from common.runner.measures import MEASURES, in_percent, measure_of
 
 # Those of Okabe and Ito
@@ -36,6 +36,16 @@ STYLE = {
 }
 
 
+def try_to(draw, *what):
+    """Draws a picture, or says why not, because a column of yours must not cost run and table."""
+    try:
+        draw(*what)
+    except OSError:
+        raise
+    except Exception as e:
+        ranks.say(f"{draw.__name__}.png cannot be drawn ({first_line(e)})")
+
+
 @contextmanager
 def picture(file, width, height):
     """A figure of this size in inches, saved at the end of the block.
@@ -61,14 +71,19 @@ def curves(file, runs):
             continue
         of_labels = {}
         for label, of_label in runs.items():
-            numbers = [{r["round"]: r[column] for r in run.rows if column in r} for run in of_label]
-            at = sorted(set.intersection(*map(set, numbers)))
-            values = np.array([[of_run[t] for t in at] for of_run in numbers])
+            at, values = in_common(of_label, column)
             of_labels[label] = at, values * (100 if in_percent(column) else 1)
         found.append((column, measure.title, of_labels))
     ends = {row.get("iteration"): row["round"] for row in first.rows}  # of UEFL's iterations
     if found:
         panels(file, found, len(first.classes), sorted(ends.values())[:-1])
+
+
+def in_common(runs, column):
+    """The rounds in which all these runs have a number in this column, and these [runs, rounds]."""
+    numbers = [{row["round"]: row[column] for row in run.rows if column in row} for run in runs]
+    at = sorted(set.intersection(*map(set, numbers)))
+    return at, np.array([[of_run[t] for t in at] for of_run in numbers])
 
 
 def panels(file, found, classes, ends=()):

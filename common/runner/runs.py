@@ -7,6 +7,7 @@ otherwise. Until it has repeated all rounds in metrics.csv, only the checkpoint 
 """
 
 import csv
+import errno
 import io
 import json
 import os
@@ -104,7 +105,7 @@ class Run:
     def _take_up(self, device):
         """Goes on from the checkpoint in the folder, if there is one yet."""
         before = read_args(self.folder)
-        saved = {**before["flags"], "data": before["images"]}
+        saved = {**before["flags"], "data": before.get("images")}
         has_other_length = refuse_others(
             self.folder, saved, {**vars(self.args), "data": self.images}
         )
@@ -188,10 +189,6 @@ class Run:
             )
         self.state = state
         self.rows.append(numbers)
-        # Three times in a row, because rounding may give two models the same norm
-        norms = [r["norm"] for r in self.rows[-3:]]
-        if len(norms) == 3 and len({*norms}) == 1:
-            say_once("\nthe model is that of the round before")
         self.bar.update(t - self.bar.n)
         shown = {name: numbers[c] for c, name in ON_THE_BAR.items() if c in numbers}
         self.bar.set_postfix(shown, refresh=False)
@@ -212,7 +209,7 @@ class Run:
             self.next = None
         if time.monotonic() > self.save_at and self.t < self.total:
             content = {"state": self.state, "rows": self.rows}
-            if self.t in self.recorded:  # so there was a next round, and each program gets on
+            if self.t in self.recorded:  # there has been a next round, so this one is not the last
                 write_whole(self.checkpoint, content)
             else:
                 self.next = write_beside(self.checkpoint, content)
@@ -248,7 +245,7 @@ class Run:
             train.set_weights(self.model, weights_in(self.state))
             weights = {key: t.cpu() for key, t in self.model.state_dict().items()}
             write_whole(self.folder / "model.pt", weights)
-            plots.clients(self)
+            plots.try_to(plots.clients, self)
             write_whole(self.folder / "args.json", as_json(self.about | {"finished": self.t}))
             if self.next:
                 self.next.unlink()
@@ -329,7 +326,11 @@ def write_beside(file, content):
             else:
                 torch.save(content, open_file)
             open_file.flush()
-            os.fsync(open_file.fileno())  # so that it is whole after a power loss, too
+            try:
+                os.fsync(open_file.fileno())  # so that it is whole after a power loss, too
+            except OSError as e:
+                if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have none
+                    raise
     except RuntimeError as e:  # torch's error for a full disk
         raise OSError(f"{file} cannot be written ({first_line(e)})") from e
     return part
@@ -343,11 +344,8 @@ def write_whole(file, content):
 def read_rows(folder):
     """The rows of metrics.csv: numbers, and lists of numbers. What was not measured is left out."""
     csv.field_size_limit(2**31 - 1)  # a column may hold a whole model
-    text = (folder / "metrics.csv").read_text(encoding="utf-8-sig")
-    if ";" in text:  # a spreadsheet has saved it, and may have written 0,5 for 0.5
-        text = text.replace(",", ".").replace(";", ",")
     rows = []
-    for line in csv.DictReader(text.splitlines()):
+    for line in csv.DictReader((folder / "metrics.csv").read_text("utf-8").splitlines()):
         if None in line.values():
             raise ValueError("metrics.csv is cut off")
         row = {c: [*map(float, cell.split())] for c, cell in line.items() if cell}
