@@ -138,7 +138,7 @@ def outcome(folder):
 def lines_of(said):
     """The lines on stderr, without progress bars, which come late, and a run's set-up."""
     lines = said.replace("\r", "\n").splitlines()
-    return [line for line in lines if line.strip() and not re.search(r"%\||train a round; ", line)]
+    return [line for line in lines if line.strip() and not re.search(r"%\||, processes: \d", line)]
 
 
 # ---------------------------------------------------------------- training by hand
