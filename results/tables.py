@@ -136,10 +136,14 @@ class Comparison(SimpleNamespace):
             [[series(of_seeds[seed], column) for of_seeds in side] for seed in self.common]
             for side, column in zip(sides, [columns[0], columns[-1]], strict=True)
         ]
-        # All runs have the same rounds, but those of one side may end earlier
-        self.rounds = np.array(min(([*side[0][0]] for side in found), key=len))
+        # One side may end earlier, so a seed's runs count until both have ended. In UEFL one seed's
+        # runs may end before those of another, and then the last rounds of each seed count
+        lengths = [min(len(run) for side in found for run in side[i]) for i in range(len(found[0]))]
+        n = min(lengths)
+        self.rounds = np.array([*found[0][lengths.index(n)][0]][:n])
         self.values = np.array([
-            [[[*run.values()][: len(self.rounds)] for run in of] for of in side] for side in found
+            [[[*run.values()][:length][-n:] for run in of] for of, length in zip(side, lengths)]
+            for side in found
         ])  # fmt: skip
         if self.measure == "best":
             self.values[0] = self.values[0].max(-1, keepdims=True)
