@@ -6,7 +6,8 @@ import torch
 from helpers import ROOT
 
 import convex_hull_select
-from docs.pictures import drift, entropy, selections, uefl_words
+from docs.pictures import drift, entropy, participating, selections, uefl_words
+from results.tables import recorded_runs
 
 
 @pytest.mark.parametrize("steps", [1, 10])
@@ -39,3 +40,12 @@ def test_the_picture_of_the_hull_sees_the_tables_that_decide(monkeypatch):
 
 def test_uefls_page_has_the_runs_with_few_words():
     assert uefl_words.table() in (ROOT / "docs/uefl.md").read_text()
+
+
+def test_the_ends_with_so_many_participants_repeat_from_the_csv():
+    runs = recorded_runs()
+    found = participating.ends(runs, "hull", "unseen_worst")
+    lines = runs["unseen/glyphs-40/hull"][850]
+    numbers = [100 * float(line["unseen_worst"]) for line in lines if line["unseen_worst"]]
+    assert found[2][0] == pytest.approx(sum(numbers[-5:]) / 5)
+    assert len(found) == 4
