@@ -157,6 +157,14 @@ def test_what_rows_do_not_share_is_named(tmp_path, printed, case):
     assert re.search(r"its runs differ in torch 2\.1.* \(0\), 2\.16 \(1\)", found.err)
 
 
+def test_a_file_that_a_spreadsheet_saved_is_read(tmp_path, compared):
+    for name, points in (("a", ","), ("b", ".")):
+        file = make_run(tmp_path / name, [0.25, 0.5]) / "metrics.csv"
+        text = file.read_text().replace(",", ";").replace(".", points)
+        file.write_text(text, encoding="utf-8-sig", newline="\r\n")
+        assert compared(name)[name] == ["0", "37.5", "62.5"]
+
+
 DAMAGED = """
 metrics.csv round,id_accuracy|1,0.5|2,abc|
 metrics.csv round\tid_accuracy|1\t0.5|

@@ -344,8 +344,11 @@ def write_whole(file, content):
 def read_rows(folder):
     """The rows of metrics.csv: numbers, and lists of numbers. What was not measured is left out."""
     csv.field_size_limit(2**31 - 1)  # a column may hold a whole model
+    text = (folder / "metrics.csv").read_text(encoding="utf-8-sig")
+    if ";" in text:  # a spreadsheet has saved it, and may have written 0,5 for 0.5
+        text = text.replace(",", ".").replace(";", ",")
     rows = []
-    for line in csv.DictReader((folder / "metrics.csv").read_text("utf-8").splitlines()):
+    for line in csv.DictReader(text.splitlines()):
         if None in line.values():
             raise ValueError("metrics.csv is cut off")
         row = {c: [*map(float, cell.split())] for c, cell in line.items() if cell}
