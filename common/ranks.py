@@ -33,8 +33,6 @@ if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= set(os.environ):  # torchrun
     RANK, COUNT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     LOCAL_RANK = int(os.environ["LOCAL_RANK"])
 A_WORD_AFTER = 600  # seconds
-# A forked process would wait for ever for OpenMP's threads, which only the first one has
-os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 may_fork = False  # only a program from the command line may, on Linux
 _all = None  # the group of all ranks, which wait for each other for days
 

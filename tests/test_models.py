@@ -36,6 +36,15 @@ def test_the_models_have_as_many_parameters_as_their_papers_say():
     assert parameters(build("convnet", (1, 28, 28), 10)) == convolutions + norms + 128 * 10 + 10
 
 
+def test_convnet_is_the_one_of_fediirs_paper_by_hand():
+    model, images = build("convnet", (1, 28, 28), 10), torch.rand(2, 1, 28, 28)
+    weights, expected = model.features.parameters(), images
+    for stride in (1, 2, 1, 1):
+        expected = F.conv2d(expected, next(weights), next(weights), stride, padding=1).relu()
+        expected = F.group_norm(expected, 8, next(weights), next(weights))
+    assert torch.allclose(model.features(images), expected.mean((2, 3)), atol=1e-5)
+
+
 def test_resnet18_for_cifar_is_torchvisions_with_another_stem():
     ours = build("resnet18-cifar", (3, 32, 32), 10)
     theirs = torchvision.models.resnet18(num_classes=10, norm_layer=partial(nn.GroupNorm, 8))
