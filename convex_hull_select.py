@@ -9,7 +9,7 @@ as random points within the hull or around it.
     Algorithm 2
      1  before round 1 all participating clients train from w_0 and upload g_0^i
      2  for round t = 1 .. T
-     3      I_t = Convex Hull(table), by quickhull
+     3      I_t = Convex Hull(table)
      5      for client i in I_t in parallel
      6          w_t^i = LocalSolver(w_t, S_i, eta)
      7          g_t^i = w_t - w_t^i
@@ -154,7 +154,7 @@ def federate(args, clients, trainer, t=0, w=None, table=None):
 
 
 # The settings of section V, unless a line says otherwise. docs/wu_versions.md says what it leaves
-# open, such as the rounds. In its theory alpha_i is 1 / K.
+# open, such as the rounds.
 PAPER = dict(local_epochs=5, batch_size=128, lr=0.1, rounds=200, evaluate_every=5)
 LARGE = PAPER | dict(model="resnet18", local_epochs=3, batch_size=16, lr=0.01)
 SETTINGS = {

@@ -17,8 +17,8 @@ Algorithm 2's lines 5 to 7 and 9. p_i(y) is the share of label y, and M clients 
      6  the objective that this raises: the sum of alpha_i H_i  (13), over selected clients (ours)
 
 Not here: encrypted uploads of H_i, and the methods FedALRC and FedGAMMA of figures 8 and 9. Against
-noisy clients docs/variations/ has IV-A's own remedies (clients of extreme entropy leave; similarity
-in place of entropy) and the other authors' of figure 7 (trimmed mean, total variation).
+noisy clients docs/variations/ has IV-A's own remedies (clients of very large entropy leave;
+similarity in place of entropy) and the other authors' of figure 7 (trimmed mean, total variation).
 docs/wu_versions.md says what else the paper leaves open.
 
     python entropy_weighting.py

@@ -12,7 +12,7 @@ all samples of client c in line 4, and over the mini-batch in line 10.
      2  for t = 1 .. T
      3      sample a subset C of the clients
      4      g = mean over C of grad_omega R_c(theta^{t-1}) [Q], and
-            g~ = v g~ + (1 - v) g, its moving average (appendix C)
+            g~ = v g~ + (1 - v) g, its moving average, for line 10 (appendix C)
      5      on each client c in C, in parallel
      6          theta_c = theta^{t-1}
      7          for each local step

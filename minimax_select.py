@@ -136,7 +136,7 @@ def federate(args, clients, trainer, t=0, w=None, table=None):
 
 
 # The settings of section V, unless a line says otherwise. docs/wu_versions.md says what it leaves
-# open, such as K and the rounds. In its theory alpha_i is 1 / K.
+# open, such as K and the rounds.
 PAPER = dict(local_epochs=5, batch_size=128, lr=0.1, rounds=200, evaluate_every=5)
 LARGE = PAPER | dict(model="resnet18", local_epochs=3, batch_size=16, lr=0.01)
 SETTINGS = {

@@ -30,7 +30,7 @@ silo is a client, and sg(a) means that no gradient flows through a.
 
     python uefl.py
     python uefl.py --dataset cifar10 --pretrained                                        (table 1)
-    python uefl.py --dataset mnist --silos 3 1 1                   (table 13; MNIST is our reading)
+    python uefl.py --dataset mnist --silos 3 1 1                                        (table 13)
     python uefl.py --dataset fmnist --partition dirichlet --clients 10 --participating 10
                                                                   (table 12; ten clients are ours)
     python uefl.py --dataset mnist --test-domain 75 --rotate 0 15 30 45 60 75 \\
@@ -234,7 +234,7 @@ def federate(args, clients, trainer, t=0, iteration=1, theta=None, may_use=None,
     codewords once per iteration, as we do. Only the uncertain clients may use them (section 3.1).
     Line 10 adds v of them, and so do we, while tables 11, 14 and 16 double the codebook.
 
-    may_use  the codewords that each client may use, bool [K, V]
+    may_use  the codewords that each client may use, bool [K, V]: v_k in row k
     e        e_k at the end of the iteration before [K]
     """
     n = clients.sizes[clients.ids]  # line 1: n_k of the silos that splits.silos() has drawn
@@ -322,8 +322,8 @@ SETTINGS = {
     ),
     "other": PAPER,
     "mnist": PAPER | dict(codebook_size=32, gamma=0.3),
-    # Appendix L takes 16 words, and finds 2 segments enough. The authors have 39,209 images for
-    # training, torchvision 26,640
+    # With 16 words appendix L finds 2 segments enough, and with one it takes 32 or 64. The authors
+    # have 39,209 images for training, torchvision 26,640
     "gtsrb": COLOUR,
     "cifar10": COLOUR | dict(gamma=0.2),
     # Four segments of 64 words; appendix L takes 32 words with them
@@ -367,7 +367,7 @@ def own_flags(add) -> None:
 def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
     # Both baselines get as many rounds as UEFL has taken. In appendix D (table 8) FedAvg has the
-    # epochs that suit it best, and UEFL no additional ones
+    # epochs that suit it best, and UEFL's row is that of table 1
     label = "UEFL"
     baselines = {"static": {"iterations": 1}, "FedAvg": {"codebook_size": 0, "iterations": 1}}
     if not args.codebook_size:

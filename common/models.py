@@ -62,7 +62,7 @@ def build(name, shape, classes, width=1.0, dropout=0.0, pretrained="", pooled=Tr
     name        in OWN or TORCHVISION. torchvision's ResNet-18 has a stem for 224 pixels, which
                 shrinks an image to a quarter. In resnet18-cifar the stem is a 3 x 3 convolution of
                 stride 1 without pooling, as everybody has it on CIFAR: 11,173,962 parameters for 10
-                classes. Wu et al.'s preset does not say which, so each has its own name
+                classes. Wu et al. do not say which, so each has its own name
     width       multiplies the channels of the models in OWN (not of torchvision's), rounded to
                 multiples of 8
     dropout     probability of the dropout layers before both linear layers of a classifier with a

@@ -258,7 +258,7 @@ def test_the_sentences_on_wu_et_als_figures_repeat_from_their_csv(runs):
     ("data", "seeds", "says"),
     [
         ("cifar10", range(300, 308), "OOD jumps by {} points (equal weights: {}; by size: {})"),
-        ("mnist", range(8), "OOD jumps by {}, {} and {}"),
+        ("mnist", range(8), "OOD jumps by {} ({}; {})"),
     ],
 )
 def test_the_sentence_on_the_curves_of_weights_repeats_from_their_csv(runs, data, seeds, says):

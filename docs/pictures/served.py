@@ -25,7 +25,7 @@ def sorted_accuracies(alpha: float, rounds: int) -> tuple[np.ndarray, np.ndarray
 
 def draw(file: Path) -> None:
     with plots.picture(file, 7.2, 2.9) as figure:
-        for axes, alpha in zip(figure.subplots(1, 2, sharey=True), (0.1, 100)):
+        for axes, alpha in zip(figure.subplots(1, 2, sharey=True), (0.1, 1)):
             for i, (label, values) in enumerate(
                 zip(("40 participate", "60 never train"), sorted_accuracies(alpha, 20))
             ):
