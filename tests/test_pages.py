@@ -103,7 +103,7 @@ def test_the_main_claims_by_another_way(runs, row):
     for seed in {*ours} & {*theirs}:
         (t, trained), _, end = by_hand(ours[seed], level)
         (t_theirs, trained_theirs), _, end_theirs = by_hand(theirs[seed], level)
-        if row["method"].startswith("wu"):
+        if row["method"].endswith(("hull", "minimax")):
             random = runs["wu/full/random"][seed]
             trained += 4 * by_hand(random, level)[1] / int(random[-1]["round"])
         found.append([np.log(t / t_theirs), np.log(trained / trained_theirs), end - end_theirs])
