@@ -37,7 +37,7 @@ import fedavg
 import fediir
 import minimax_select
 import uefl
-from common import UserError, ranks
+from common import UserError, devices, ranks
 from common.runner import compare, flags, plots, runs
 from common.splits import make_clients
 from common.train import ADVICE
@@ -752,7 +752,8 @@ def test_all_seeds_keep_the_precision_that_the_first_node_has_picked(start, monk
     has = {"avx512_bf16": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
     folder = start(fedavg, f"{CUTS[fedavg]} --no-compare --out x --seed 1 2 --rounds 1 --resume")
-    has["avx512_bf16"] = False  # another node
+    has["avx512_bf16"] = False  # another node, which alone would take float32
+    assert devices.set_up("cpu", "auto", "cnn")[1] == "float32"
     start(fedavg, "--resume x --rounds 2")
     for args in folder.rglob("args.json"):
         assert json.loads(args.read_text())["flags"]["precision"] == "bfloat16"
