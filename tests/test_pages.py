@@ -14,7 +14,6 @@ import pytest
 from helpers import METHODS, ROOT
 from scipy.stats import ttest_1samp, ttest_ind_from_stats
 
-from common.runner.table import with_interval
 from results import experiments, page, tables
 
 EXPERIMENTS = tables.read_csv(ROOT / "results/experiments.csv")
@@ -172,8 +171,6 @@ def test_the_measures_of_a_comparison():
     for measure, expected in {"": [10, 30], "1": [16, 30], "last": [50, 30]}.items():
         c.measure = measure
         assert c.difference() == pytest.approx(expected)
-    c.measure = ""
-    assert with_interval(c.difference(), c.column) == "+20.0 (-107.1 to +147.1)"  # t: 12.706
 
 
 def test_two_columns_and_the_best_evaluation_of_a_single_seed():
