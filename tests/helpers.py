@@ -155,8 +155,8 @@ def loss_and_gradient(trainer, theta, samples):
     return loss, gradient_of(loss, trainer.model)
 
 
-def gradient_of(loss, model):
-    parts = torch.autograd.grad(loss, list(model.parameters()))
+def gradient_of(loss, model, graph=False):
+    parts = torch.autograd.grad(loss, list(model.parameters()), create_graph=graph)
     return torch.cat([part.flatten() for part in parts])
 
 

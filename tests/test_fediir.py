@@ -65,9 +65,7 @@ def test_under_autocast_gradients_are_in_full_precision(small):
 def gradient_by_hand(trainer, theta, samples, graph=False):
     """The risk, and its gradient for the classifier."""
     risk = F.cross_entropy(logits_by_hand(trainer, theta, samples), trainer.y[samples])
-    parameters = list(trainer.model.classifier.parameters())
-    parts = torch.autograd.grad(risk, parameters, create_graph=graph)
-    return risk, torch.cat([part.flatten() for part in parts])
+    return risk, gradient_of(risk, trainer.model.classifier, graph)
 
 
 def test_three_rounds_are_algorithm_1_by_hand(finished, monkeypatch):
