@@ -43,7 +43,7 @@ def rebuilt():
         patch.setattr(page, "picture", lambda *args: None)
         patch.setattr(page, "curves", lambda *args: None)
         page.main()
-    assert len(texts) == len(BUILT)
+    assert texts.keys() <= {ROOT / name for name in BUILT}
     return texts
 
 
@@ -54,7 +54,8 @@ def runs():
 
 @pytest.mark.parametrize("name", BUILT)
 def test_the_committed_pages_agree_with_the_csvs(rebuilt, name):
-    assert rebuilt[ROOT / name] == {(ROOT / name).read_text()}, "run python -m results"
+    says = f"{name} has no table of results, or needs python -m results"
+    assert rebuilt.get(ROOT / name) == {(ROOT / name).read_text()}, says
 
 
 def test_the_predictions_are_counted():
