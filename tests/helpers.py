@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from scipy.spatial.distance import cdist
 
 import common.data
 from common.chance import random_at
@@ -155,8 +156,8 @@ def loss_and_gradient(trainer, theta, samples):
     return loss, gradient_of(loss, trainer.model)
 
 
-def gradient_of(loss, model):
-    parts = torch.autograd.grad(loss, list(model.parameters()))
+def gradient_of(loss, model, graph=False):
+    parts = torch.autograd.grad(loss, list(model.parameters()), create_graph=graph)
     return torch.cat([part.flatten() for part in parts])
 
 
@@ -189,9 +190,8 @@ def sgd_by_hand(run, theta, t, k, gradient=loss_and_gradient):
     return theta.detach(), np.mean(losses)
 
 
-def largest_by_numpy(updates):
+def largest_by_scipy(updates):
     """S*_i of Wu et al.: each client's largest cosine with another client, in float64."""
-    g = np.asarray(updates, float)
-    g = g / np.linalg.norm(g, axis=1, keepdims=True)
-    similarity = g @ g.T - 9 * np.eye(len(g))
-    return np.maximum(similarity, similarity.T).max(1)
+    cosines = 1 - cdist(updates, updates, "cosine")
+    np.fill_diagonal(cosines, -9)
+    return cosines.max(1)

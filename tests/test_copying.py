@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from helpers import ROOT, largest_by_numpy
+from helpers import ROOT, largest_by_scipy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 PAGE = (ROOT / "docs/copying.md").read_text()
@@ -104,7 +104,7 @@ def test_the_plain_loop_selects_as_equation_16_and_weights_as_equation_14():
     by_hand, expected = copy.deepcopy(model), []
     table = np.stack([loop.local_update(model, *client)[0].numpy() for client in clients])
     for _ in range(8):
-        selected = sorted(largest_by_numpy(table).round(6).argsort(kind="stable")[:3].tolist())
+        selected = sorted(largest_by_scipy(table).round(6).argsort(kind="stable")[:3].tolist())
         found = [loop.local_update(by_hand, *clients[i]) for i in selected]
         table[selected] = [update for update, _ in found]
         alpha = weights[selected] / weights[selected].sum()

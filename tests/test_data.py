@@ -73,9 +73,7 @@ def test_what_is_of_another_type_or_has_no_name_is_refused(tiny):
     mask = torch.arange(180) < 120
     for change, says in (
         ({"x": tiny.x / 255}, "x must be a 4-dimensional tensor of torch.uint8, not torch.float"),
-        ({"x": tiny.x[:, 0]}, r"x must be a 4-.*, not torch.uint8 \[180, 8, 8\]"),
         ({"x": [*tiny.x]}, "x must be a 4-dimensional tensor of torch.uint8, not list"),
-        ({"y": tiny.y.int()}, "y must be a 1-dimensional tensor of torch.int64, not torch.int32"),
         ({"y": tiny.y[:, None]}, r"y must be a 1-.*, not torch.int64 \[180, 1\]"),
         ({"train": mask}, r"train must be a 1-.*, not torch.bool \[180\]"),
         ({"extra": {"mine": mask}}, "mine must be a 1-.*, not torch.bool"),

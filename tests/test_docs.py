@@ -123,7 +123,8 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-LINKED = [page for glob in ("*.md", "docs/**/*.md", "results/**/*.md") for page in ROOT.glob(glob)]
+PLACES = "*.md", "docs/**/*.md", "results/**/*.md", "docs/*.ipynb"
+LINKED = [page for glob in PLACES for page in ROOT.glob(glob)]
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))

@@ -45,9 +45,8 @@ def compared(printed):
     """compared(word, ...) is the table that the program prints: row -> cells."""
 
     def main(*words):
-        cells = [line.split("  ") for line in printed(*words).out.splitlines()]
-        cells = [[cell.strip() for cell in line if cell] for line in cells]
-        return {found[0]: found[1:] for found in cells if found}
+        lines = [re.split(" {2,}", line) for line in printed(*words).out.splitlines()]
+        return {label: cells for label, *cells in lines}
 
     return main
 

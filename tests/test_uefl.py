@@ -5,14 +5,12 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from helpers import gradient_of, outcome, prepared, sgd_by_hand
 from scipy.cluster.vq import kmeans2
 
 import uefl
 from common.chance import random_at
-from common.evaluation import of_words
 from common.train import get_weights, set_weights
 from uefl import ExtensibleCodebook, average, predictive_entropy, uncertain
 
@@ -61,30 +59,15 @@ def test_a_client_with_equal_segments_adds_equal_codewords_without_a_warning():
 # ---------------------------------------------------------------- uncertainty and threshold
 
 
-def test_entropy_is_that_of_the_mean_over_passes(rng):
-    logits = rng.standard_normal((4, 30, 9)) * rng.choice([0.1, 10, 1000], (30, 1))
-    p = torch.from_numpy(logits).softmax(2)  # of which some are 0 in all passes
-    assert np.allclose(predictive_entropy(p), scipy.stats.entropy(p.mean(0), axis=1), atol=1e-12)
-
-
 def test_what_is_no_distribution_or_no_number_is_refused(rng):
     p = torch.from_numpy(rng.standard_normal((4, 30, 3))).softmax(2)
     assert predictive_entropy(p.half()).min() > 0  # rounding is no mistake
+    assert predictive_entropy(torch.eye(3)[None]).tolist() == [0, 0, 0]  # and 0 log 0 is 0
     for wrong in (p.log(), p * torch.nan, p[0]):
         with pytest.raises(ValueError, match="sum to 1"):
             predictive_entropy(wrong)
     with pytest.raises(ValueError, match="NaN"):
         uncertain(torch.tensor([1.0, torch.nan]), 0.3)
-
-
-def test_perplexity_is_that_of_how_often_codewords_are_used():
-    """By hand: 2^1.5 for 1/2, 1/4, 1/4."""
-    words = torch.arange(4.0)[:, None].expand(4, 8)
-    model = uefl.UEFL(nn.Identity(), ExtensibleCodebook(0, 8), nn.Flatten(), False)
-    model.codebook.extend(words)
-    batches = [(words[[0, 3, 1, 3]], torch.arange(4))] * 2
-    _, _, perplexity, _ = of_words(model, batches, torch.ones(4, dtype=torch.bool))
-    assert perplexity.item() == pytest.approx(2**1.5)
 
 
 def test_uncertainty_is_the_entropy_of_the_mean_pass_with_the_dropout_of_its_round(start):
@@ -104,11 +87,8 @@ def test_uncertainty_is_the_entropy_of_the_mean_pass_with_the_dropout_of_its_rou
 def test_the_average_of_many_samples_fits_into_float16(rng):
     theta, *thetas = torch.from_numpy(rng.standard_normal((4, 40))).half()
     sizes, thetas = torch.tensor([70_000, 2_000, 80_000]), torch.stack(thetas)
-    uses = torch.ones(3, 40, dtype=torch.bool)
-    uses[:, 7] = False
-    found = average(theta, thetas, sizes, uses)
+    found = average(theta, thetas, sizes, torch.ones(3, 40, dtype=torch.bool))
     expected = np.average(thetas.double(), axis=0, weights=sizes)
-    expected[7] = theta[7]  # which nobody uses
     assert found.dtype == torch.float16 and np.allclose(found, expected, atol=1e-3)
 
 
@@ -121,14 +101,15 @@ def tokens_by_hand(trainer, samples):
 
 
 def losses_by_hand(args, trainer, samples, may_use):
-    """Lines 12 to 16: logits, (z - c)^2 for each side that learns, and the whole loss."""
+    """Lines 12 to 16: logits, (z - c)^2 for each side that learns, indices, and the whole loss."""
     model, z = trainer.model, tokens_by_hand(trainer, samples)
     words = model.codebook.codewords
-    c = words[torch.cdist(z, words).masked_fill(~may_use, torch.inf).argmin(2)]
+    indices = torch.cdist(z, words).masked_fill(~may_use, torch.inf).argmin(2)
+    c = words[indices]
     logits = model.classifier((z + (c - z).detach()).mT)
     code_loss = args.commitment * (z - c.detach()).square().mean()
     code_loss = code_loss + args.beta * (z.detach() - c).square().mean()
-    return logits, code_loss, F.cross_entropy(logits, trainer.y[samples]) + code_loss
+    return logits, code_loss, indices, F.cross_entropy(logits, trainer.y[samples]) + code_loss
 
 
 def test_a_whole_run_is_algorithm_1_by_hand(finished):
@@ -166,17 +147,19 @@ def test_a_whole_run_is_algorithm_1_by_hand(finished):
             weights[:, : own.shape[1]] *= own
             theta = torch.from_numpy(np.average(ends, axis=0, weights=weights)).float()  # line 20
             set_weights(model, theta)
-            e, right, code = [], [], []
+            e, right, code, perplexities = [], [], [], []
             for k, samples in enumerate(clients.test):  # line 22
                 with torch.no_grad():  # a graph would hold the old number of codewords
-                    logits, code_loss, _ = losses_by_hand(args, trainer, samples, may_use[k])
+                    logits, code_loss, words, _ = losses_by_hand(args, trainer, samples, may_use[k])
+                perplexities.append(np.exp(scipy.stats.entropy(words.flatten().bincount())))
                 p = logits.softmax(1)
                 e.append(scipy.stats.entropy(p, axis=1).mean())
                 right.append((p.argmax(1) == data.y[samples]).float().mean().item())
                 code.append(code_loss.item())
             columns = {
                 "train_loss": np.mean(losses), "code_loss": np.mean(code),
-                "mE": np.mean(e), "mA": np.mean(right), "accuracies": right, "uncertainties": e,
+                "mE": np.mean(e), "mA": np.mean(right), "mP": np.mean(perplexities),
+                "accuracies": right, "uncertainties": e,
                 "turned_accuracy": right[2], "turned_extended": may_use[2].sum() > 4,
                 "codewords": may_use.sum(1), "iteration": iteration,
             }  # fmt: skip

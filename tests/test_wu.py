@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from helpers import largest_by_numpy, loss_and_gradient, sgd_by_hand
+from helpers import largest_by_scipy, loss_and_gradient, sgd_by_hand
 from known import is_vertex
 from torch.nn.functional import normalize
 
@@ -86,7 +86,7 @@ def test_selections_are_right_for_any_type_and_length(of_type, rng):
     g[5] *= 50_000 / g[5].norm()
     g = (float(unit) * g).to(getattr(torch, dtype))
     exact, held = g.double() / float(unit), g.clone().requires_grad_()
-    worst = largest_by_numpy(exact).round(6)  # two that are each other's nearest are a tie
+    worst = largest_by_scipy(exact).round(6)  # two that are each other's nearest are a tie
     for largest, sign in ((False, 1), (True, -1)):
         nearest = (sign * worst).argsort(kind="stable")
         assert minimax_clients(held, 4, largest).tolist() == sorted(nearest[:4])
@@ -115,7 +115,7 @@ def selected_by_hand(run, w, table, t):
         losses = [loss_and_gradient(run.trainer, w, clients.train[k])[0] for k in everybody]
         score = -torch.stack(losses).detach().numpy()
     else:
-        score = largest_by_numpy(table).round(6) * (-1 if by == "maxsim" else 1)
+        score = largest_by_scipy(table).round(6) * (-1 if by == "maxsim" else 1)
     return sorted(score.argsort(kind="stable")[:2].tolist())
 
 

@@ -1,5 +1,5 @@
 import torch
-from helpers import largest_by_numpy, sgd_by_hand
+from helpers import largest_by_scipy, sgd_by_hand
 
 import minimax_select
 from common.chance import random_at
@@ -21,7 +21,7 @@ def test_newcomers_enter_the_table_and_only_present_clients_are_compared(finishe
         here = [k for k in range(6) if numbers[k] >= 0.4]
         new = [k for k in here if k not in table]
         table |= {k: update(k, 0) for k in new}
-        worst = largest_by_numpy(torch.stack([table[k] for k in here])).round(6)
+        worst = largest_by_scipy(torch.stack([table[k] for k in here])).round(6)
         selected = sorted(here[i] for i in worst.argsort(kind="stable")[:2])
         table |= {k: update(k, t) for k in selected}
         w = w - sum(table[k] for k in selected) / 2
