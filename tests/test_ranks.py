@@ -122,7 +122,7 @@ def test_the_model_answers_as_the_table_says_by_hand(folders, method):
     """Also those that never train. After a kill, other tests see the same metrics.csv."""
     _, data, clients, trainer = helpers.prepared(method, CALLS[method])
     weights = torch.load(folders / "9" / method.__name__ / "model.pt")
-    model = trainer.model.eval()
+    model, m = trainer.model.eval(), clients.participating
     if method is uefl:
         model.codebook.codewords.data = weights["codebook.codewords"]
     model.load_state_dict(weights)
@@ -131,10 +131,18 @@ def test_the_model_answers_as_the_table_says_by_hand(folders, method):
         found = model(data.x[samples] / 127.5 - 1)
         return (found[0] if method is uefl else found).argmax(1)
 
+    right = [(answers(samples) == data.y[samples]).numpy() for samples in clients.test]
     row = helpers.read_rows(folders / "9" / method.__name__)[-1]
-    silent = clients.test[clients.participating :]
-    right = [(answers(k) == data.y[k]).float().mean().item() for k in silent]
-    assert [*map(float, row["unseen_accuracies"].split())] == pytest.approx(right, rel=1e-5)
+    by_client = [of_client.mean() for of_client in right[m:]]
+    assert [*map(float, row["unseen_accuracies"].split())] == pytest.approx(by_client, rel=1e-5)
+    unseen = np.concatenate(right[m:]).mean()
+    assert float(row["unseen_accuracy"]) == pytest.approx(unseen, rel=1e-5)
+    gap = float(row["id_accuracy"]) - unseen
+    assert float(row["participation_gap"]) == pytest.approx(gap, abs=1e-5)
+    ranked = sorted(a for a, of_client in zip(by_client, right[m:]) if len(of_client) >= 10)
+    assert ("unseen_worst" in row) == bool(ranked)
+    if ranked:
+        assert float(row["unseen_worst"]) == pytest.approx(ranked[0], rel=1e-5)  # of at most ten
     ood = clients.tests["ood"]
     cells = np.zeros((3, 3), int)
     np.add.at(cells, (data.y[ood], answers(ood)), 1)
