@@ -34,7 +34,7 @@ code say where the paper is silent, and where the authors' code differs.
         --model resnet50 --lr 1e-3 --gamma 5e-4   (VLCS: no --model, --lr 1e-3 --gamma 5e-3)
 
 Without flags this takes 36 s on two cores, and shows that the penalty takes out a colour that is
-right in one domain more often than in another: where colour says nothing, accuracy rises by +14.6
+right in one domain more often than in another. Where colour says nothing, accuracy rises by +14.6
 (+13.2 to +16.0) points (12 seeds, 95 % interval). It has v = 0, so g~ is g. With MNIST a round
 takes 9 s on two cores with bfloat16, so both runs together about half an hour for each angle.
 """

@@ -9,13 +9,13 @@ with six words and one segment are from results/silos.csv.
 """
 
 import csv
+from itertools import product
 from pathlib import Path
 
 from common.runner import plots
 
 HERE = Path(__file__).parent
 SEEDS = ("300", "301", "736")
-DEAD = 15  # percent: turned silos of a dead codebook are near chance
 
 
 def runs() -> list[dict[str, str]]:
@@ -27,24 +27,12 @@ def runs() -> list[dict[str, str]]:
 def draw(file: Path) -> None:
     with plots.picture(file, 7.2, 3.0) as figure:
         used, turned = figure.subplots(1, 2, sharex=True)
-        for i, segments in enumerate("12"):
-            name = f"{segments} segment{'s' * i}"
+        for (i, name), dead in product(enumerate(("1 segment", "2 segments")), (False, True)):
+            shown = [run for run in runs() if run["segments"] == name[0] and is_dead(run) == dead]
+            style = dict(ls="none", marker="os"[i], color=plots.COLOURS[i])
+            style |= dict(label=f"{name}, dead") if dead else dict(label=name, mfc="none")
             for axes, column in ((used, "mP"), (turned, "turned")):
-                for dead in (False, True):
-                    of_these = [
-                        run
-                        for run in runs()
-                        if run["segments"] == segments and (float(run["turned"]) < DEAD) == dead
-                    ]
-                    axes.plot(
-                        [place(run) for run in of_these],
-                        [float(run[column]) for run in of_these],
-                        ls="none",
-                        marker="os"[i],
-                        color=plots.COLOURS[i],
-                        mfc=plots.COLOURS[i] if dead else "none",
-                        label=f"{name}, dead" if dead else name,
-                    )
+                axes.plot([*map(place, shown)], [float(run[column]) for run in shown], **style)
         used.plot((2, 6), (2, 6), color="0.5", ls=":", lw=0.9)
         turned.axhline(10, color="0.5", ls=":", lw=0.9)
         used.set(title="words in use (mP)\ndotted: all", ylim=(0, 6.5))
@@ -52,6 +40,11 @@ def draw(file: Path) -> None:
         for axes in (used, turned):
             axes.set(xlabel="codewords", xticks=(2, 3, 4, 6))
         figure.legend(*used.get_legend_handles_labels(), loc=plots.BELOW, ncols=4)
+
+
+def is_dead(run: dict[str, str]) -> bool:
+    """Whether the codebook is: the turned silos are then near chance."""
+    return float(run["turned"]) < 15
 
 
 def place(run: dict[str, str]) -> float:
