@@ -35,13 +35,13 @@ def test_the_picture_of_the_hull_sees_the_tables_that_decide(monkeypatch):
     assert count[0] == 2  # on a line
 
 
-def test_uefls_page_counts_the_runs_with_few_words():
+def test_the_page_on_uefls_paper_counts_the_runs_with_few_words():
     runs = uefl_words.runs()
     dead = [run for run in runs if uefl_words.is_dead(run)]
     # Each segment has one word, and no image is told from another
     assert all(float(run["mP"]) <= int(run["segments"]) for run in dead)
     assert all(float(run["all"]) < 15 for run in dead)
-    assert f"Of these {len(runs)} runs {len(dead)} died" in (ROOT / "docs/uefl.md").read_text()
+    assert f"Of these {len(runs)} runs {len(dead)} died" in (ROOT / "docs/uefl_paper.md").read_text()
     assert {run["words"] for run in dead} == {"2", "3"}
 
 
