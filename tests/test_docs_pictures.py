@@ -41,7 +41,8 @@ def test_the_page_on_uefls_paper_counts_the_runs_with_few_words():
     # Each segment has one word, and no image is told from another
     assert all(float(run["mP"]) <= int(run["segments"]) for run in dead)
     assert all(float(run["all"]) < 15 for run in dead)
-    assert f"Of these {len(runs)} runs {len(dead)} died" in (ROOT / "docs/uefl_paper.md").read_text()
+    page = (ROOT / "docs/uefl_paper.md").read_text()
+    assert f"Of these {len(runs)} runs {len(dead)} died" in page
     assert {run["words"] for run in dead} == {"2", "3"}
 
 
