@@ -127,7 +127,7 @@ def select(args, clients, table: Tensor, t: int) -> Tensor:
 
 
 def first_uploads(trainer, w: Tensor, ids: Tensor) -> Tensor:
-    """Line 1: the first g of these clients, int64 [M]: [M, parameters]. They fill only the table.
+    """Line 1: what these clients, int64 [M], upload first: [M, parameters]. It leaves w as it is.
 
     The table leaves out the statistics of batch norm, because they would outweigh the parameters.
     """

@@ -58,9 +58,10 @@ def select(args, clients, trainer, w: Tensor, t: int) -> Tensor:
     replacement.
     """
     if args.selection == "power_of_choice":
-        losses, _ = trainer.predict(w, torch.cat(clients.train[: clients.participating]))
-        sizes = [len(samples) for samples in clients.train[: clients.participating]]
-        means = torch.stack([of_client.mean() for of_client in losses.split(sizes)])
+        held = clients.train[: clients.participating]
+        losses, _ = trainer.predict(w, torch.cat(held))
+        of_clients = losses.split([len(samples) for samples in held])
+        means = torch.stack([of_client.mean() for of_client in of_clients])
         selected = power_of_choice(means, clients.per_round)
         trainer.count(clients.ids, passes=1, numbers=1)  # all send a loss
         others = clients.ids[~torch.isin(clients.ids, selected)]

@@ -99,7 +99,7 @@ def minimax_clients(g: Tensor, k: int, largest: bool = False) -> Tensor:
 
 
 def select(args, clients, table: Tensor, t: int) -> Tensor:
-    """The K clients that train in round t, by their updates [M, P] (line 4): int64 [K]."""
+    """The K clients that train in round t, by their updates [M, parameters] (line 4): int64 [K]."""
     if args.selection == "random":
         return sample(clients.ids, clients.per_round, random_at(args.seed, "select", t))
     try:
@@ -109,7 +109,7 @@ def select(args, clients, table: Tensor, t: int) -> Tensor:
 
 
 def first_uploads(trainer, w: Tensor, ids: Tensor) -> Tensor:
-    """Line 1: the first g of these clients, int64 [M]: [M, parameters]. They fill only the table.
+    """Line 1: what these clients, int64 [M], upload first: [M, parameters]. It leaves w as it is.
 
     The table leaves out the statistics of batch norm, because they would outweigh the parameters.
     """

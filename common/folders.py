@@ -71,19 +71,19 @@ def in_parts_or_domains(folder, images, left_out):
             f"{where}: move them, or give another folder"
         )
     tops = {row[0] for row in rows}
+    if depths == [2] and not tops & {"train", "test", "val"}:  # DOMAIN/CLASS/*
+        return rows
     if depths == [1] and not tops & {"test", "val"}:  # CLASS/*, where train may be a vehicle
         rows = with_a_fifth_for_testing(rows)
-    elif not tops & {"train", "test", "val"}:  # DOMAIN/CLASS/*
-        return rows
-    elif depths == [1] or tops not in SPLITS:
+    elif depths == [2] and tops in SPLITS:  # train|test/CLASS/*
+        part_of = {"train": "train", "test" if "test" in tops else "val": "test"}
+        left_out.update(f"{top}/" for top, *_ in rows if top not in part_of)
+        rows = [(part_of[top], *row) for top, *row in rows if top in part_of]
+    else:
         raise UserError(
             f"{folder} holds {few(sorted(tops))}: a split has train/CLASS/* and test/CLASS/* "
             "(or val), and no other folder, so complete it, or rename these folders"
         )
-    else:  # train|test/CLASS/*
-        part_of = {"train": "train", "test" if "test" in tops else "val": "test"}
-        left_out.update(f"{top}/" for top, *_ in rows if top not in part_of)
-        rows = [(part_of[top], *row) for top, *row in rows if top in part_of]
     for part in ("train", "test"):
         with_images = {label for top, label, _ in rows if top == part}
         if lacking := {label for _, label, _ in rows} - with_images:

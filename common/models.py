@@ -149,12 +149,12 @@ def _resnet18(channels, pooled):
     norm = partial(GroupNorm, 8)  # 8 groups divide all widths
     stem = nn.Conv2d(channels[0], channels[1], 3, padding=1, bias=False)
     layers = [stem, norm(channels[1]), nn.ReLU()]
-    for before, after in pairwise(channels[1:]):
+    for stage, (before, after) in enumerate(pairwise(channels[1:])):
         stride, shortcut = 1, None
-        if len(layers) > 3:  # all stages but the first halve the map
+        if stage > 0:  # all but the first halve the map
             stride = 2
-            shortcut = nn.Conv2d(before, after, 1, stride, bias=False)
-            shortcut = nn.Sequential(shortcut, norm(after))
+            narrow = nn.Conv2d(before, after, 1, stride, bias=False)
+            shortcut = nn.Sequential(narrow, norm(after))
         layers.append(BasicBlock(before, after, stride, shortcut, norm_layer=norm))
         layers.append(BasicBlock(after, after, norm_layer=norm))
     if pooled:

@@ -2,7 +2,7 @@
 
 Every function's result depends only on its arguments. Here `pool`, `samples` and what a function
 returns are int64 positions in the data set, `labels` and `domain` are int64 [n], `clients` is how
-many there are, or for each one its samples, and rng is as in chance.py.
+many there are, `parts` has the samples of each one, and rng is as in chance.py.
 """
 
 from dataclasses import dataclass, replace
@@ -147,13 +147,13 @@ def by_class(labels, partition, classes, clients, rng):
     return [parts[k] for k in range(clients)]
 
 
-def hold_out(clients, share, rng):
+def hold_out(parts, share, rng):
     """Divides each client's samples at random: this share, but at least one, is for testing.
 
     With the share 0, it is none.
     """
     train, test = [], []
-    for samples in clients:
+    for samples in parts:
         mixed = shuffled(samples, rng)
         tested = max(1, round(len(samples) * share)) if share else 0
         first = len(samples) - tested
@@ -162,10 +162,10 @@ def hold_out(clients, share, rng):
     return train, test
 
 
-def count_labels(data, clients):
-    """How many samples of each class each client holds, float32 [clients, classes]."""
+def count_labels(data, parts):
+    """How many of a client's samples are of each class, float32 [clients, classes]."""
     classes = len(data.classes)
-    counts = [data.y[samples].bincount(minlength=classes) for samples in clients]
+    counts = [data.y[samples].bincount(minlength=classes) for samples in parts]
     return torch.stack(counts).float()
 
 
@@ -270,11 +270,7 @@ def participation(partition, clients, groups, m, k):
     share = 0.4 if partition in ("dirichlet", "iid", "shards") else 1.0
     m = m or max(1, round(share * clients))
     if not k:
-        k = max(2, m // 4)
-        if partition == "silos":
-            k = m
-        if partition == "domain":
-            k = groups
+        k = {"silos": m, "domain": groups}.get(partition, max(2, m // 4))
         k = min(k, m)
     if m > clients:
         raise UserError(f"--participating {m} is more than the {clients} clients: lower it")

@@ -98,16 +98,18 @@ class Passes:
 class Trainer:
     """Local training and evaluation of these clients, with one model for all of them.
 
-    data            a Dataset, whose images and labels go to the device; `y` is a copy
+    data            a Dataset, whose images and labels go to the device
     clients         see splits.Clients
     model           a module; it gets the weights of whoever trains or is evaluated
     local           a LocalTraining, which may be set anew in each round, from t
     seed            of all draws of batches
     precision       "bfloat16" or "float32", which a models.Classifier has for its forward pass;
                     weights, losses and the server stay in float32
-    rounds          is_due() says that this round is evaluated, and every `evaluate_every`-th one
+    evaluate_every  is_due() says that every so many rounds are evaluated
+    rounds          and also this one, the last
     progress        called with a round and the share of its training that has just been done
 
+    x, y, labels    images and labels on the device, where labels are a copy, and labels on the CPU
     parameters      how many of theta's P numbers are parameters; they come before the statistics
     samples         how many training samples all clients have processed so far
     megabytes       how much has gone between the server and the clients so far, up and down
@@ -191,7 +193,7 @@ class Trainer:
         participate, or if the processes do not agree on clients and weights.
         """
         self.t = t
-        if t and not len(selected):  # the average of nothing would be a model of zeros
+        if t and not len(selected):  # an average of nobody; before round 1 nobody need train
             raise UserError(f"nobody was selected in round {t}: select one client at least")
         selected = self._ids(selected, self.clients.participating)
         mine = self._mine(theta, selected, [len(self.clients.train[k]) for k in selected])
@@ -202,17 +204,11 @@ class Trainer:
             k = int(selected[i])
             self._load(theta)
             self.model.train()
-            fixed = [buffer.clone() for buffer in self._not_sent()]
             own = {name: values[k] for name, values in per_client.items()}
             batches = self._batches(k, t)
             optimizer = self._optimizer(t)
             with seeded(self.device, self.seed, "dropout", t, k):  # the same on any process
                 loss = client_update(self.model, batches, optimizer, **own, **options)
-            if not all(map(torch.equal, self._not_sent(), fixed)):
-                raise UserError(
-                    "training changes a buffer that is not of floating-point numbers, which no "
-                    "client sends: register it as float32"
-                )
             weights[i] = get_weights(self.model)
             losses[i] = self._mean_loss(loss)
             self.progress(t, 1 / len(mine))
@@ -245,7 +241,7 @@ class Trainer:
                   and the batches are all of samples[client], in order; returns a tensor or a tuple
                   of tensors
         per_client, options  as for train()
-        t         with a client the address of random draws: a call with the same t draws the same
+        t         a client's random draws depend on t and its id alone
 
         Returns for each of these tensors the results of the K clients, [K, ...]. Raises RunError if
         one is not finite.
@@ -323,14 +319,6 @@ class Trainer:
             advice = "draw with random_at, read no clock, and train in each one"
             ranks.agree(facts, f"{advice} (in or after round {self.t})")
         return ranks.share_out(sizes)
-
-    def _not_sent(self):
-        """The buffers that are not in theta, but for batch norm's counters, which nobody uses."""
-        return [
-            buffer
-            for name, buffer in self.model.named_buffers()
-            if not buffer.is_floating_point() and not name.endswith("num_batches_tracked")
-        ]
 
     def _finite(self, results):
         """The same results. Raises RunError if one is not finite."""

@@ -18,7 +18,7 @@ from common.runner import compare, flags, runs
 from common.train import Trainer, set_weights
 
 ROOT = Path(__file__).parent.parent
-METHODS = ["fedavg", "entropy_weighting", "minimax_select", "convex_hull_select", "fediir", "uefl"]
+METHODS = compare.METHODS
 
 drawn = functools.cache(common.data.glyphs)
 

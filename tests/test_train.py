@@ -121,16 +121,6 @@ def test_a_name_that_selects_nothing_is_refused(tiny, trainer):
         make_clients(tiny, partition="IID")
 
 
-def test_a_buffer_that_training_changes_and_no_client_sends_is_refused(trainer):
-    def update(model, batches, optimizer):
-        model.seen += 1
-        return 0.0
-
-    trainer.model.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(UserError, match="no client sends: register it as float32"):
-        trained(trainer, update=update)
-
-
 def test_under_bfloat16_the_forward_pass_alone_rounds(trainer):
     """Its weights stay in float32, and end near those of a run in float32."""
 

@@ -24,6 +24,7 @@ from common.ranks import say
 from common.runner import flags, plots, runs, table
 from common.train import LocalTraining, Trainer
 
+# Another file is taken for a copy of one of these, and its row has the file's name
 METHODS = ["fedavg", "entropy_weighting", "minimax_select", "convex_hull_select", "fediir", "uefl"]
 CONTRACT = (
     "what a round needs is in the state that federate() yields; what it draws comes from "
@@ -61,9 +62,15 @@ def assemble(args, dataset, build=build_model):
 def local_training(args):
     """How a client trains, from these flags."""
     return LocalTraining(
-        args.local_epochs, args.batch_size, args.lr, args.optimizer, args.momentum,
-        args.weight_decay, args.lr_decay, args.local_steps,
-    )  # fmt: skip
+        epochs=args.local_epochs,
+        steps=args.local_steps,
+        batch_size=args.batch_size,
+        lr=args.lr,
+        lr_decay=args.lr_decay,
+        optimizer=args.optimizer,
+        momentum=args.momentum,
+        weight_decay=args.weight_decay,
+    )
 
 
 def run(args, federate, label, baselines, example, build=build_model):
@@ -99,8 +106,8 @@ def run(args, federate, label, baselines, example, build=build_model):
         domains = data_of(args.seeds[0]).domains or domains
     plans = plans_of(sides, args.seeds, domains)
     ranks.agree({"seeds": args.seeds}, "start all alike")
-    for method, *_ in plans[: len(domains)]:  # finds mistakes before anything is written
-        clients, _ = assemble(method, data_of(method.seed), build)
+    for own, *_ in plans[: len(domains)]:  # finds mistakes before anything is written
+        clients, _ = assemble(own, data_of(own.seed), build)
         held = clients.label_counts[: clients.participating].sum(0)
         if untrained := [name for name, n in zip(dataset.classes, held) if not n]:
             say(f"no participating client has samples of {few(untrained)}")
@@ -111,12 +118,12 @@ def run(args, federate, label, baselines, example, build=build_model):
             runs.check_free(Path(side.out))
 
     count = ranks.how_many(args.processes, args.device, clients.per_round)
-    whole = args if len(plans) > 1 else None
+    command = args if len(plans) > 1 else None
     # Each run has processes of its own, so that nothing that it keeps goes to the next one
     forks = count > 1 or (count == 1 and len(plans) * len(sides) > 1)
 
     def one(own):
-        work = partial(run_one, own, federate, data_of(own.seed), build, whole)
+        work = partial(run_one, own, federate, data_of(own.seed), build, command)
         return ranks.start(work, count) if forks else work()
 
     try:
@@ -140,7 +147,7 @@ def run(args, federate, label, baselines, example, build=build_model):
 def sides_of(args, label, baselines):
     """The flags of the method, and of each baseline that changes something."""
     if args.method not in METHODS:
-        label = args.method  # of a copy in a file of its own
+        label = args.method
     sides = [changed(args, name=str(args.name or label))]  # a baseline resumed alone keeps its name
     for name, own in baselines.items():
         flags.refuse_unknown(f"the baseline {name}", own, args)
@@ -168,7 +175,8 @@ def run_all(plans, one):
             except Exception as e:
                 # A full disk is a plain OSError. All of torchrun's ranks meet a RunError
                 ends_all = type(e) is OSError or ranks.COUNT > 1 or len(plans) == 1
-                if ends_all and not isinstance(e, RunError):
+                ends_this_one = isinstance(e, RunError)
+                if ends_all and not ends_this_one:
                     raise
                 if not isinstance(e, UserError | OSError):
                     traceback.print_exc()
@@ -182,10 +190,10 @@ def run_all(plans, one):
     return found, failed
 
 
-def run_one(own, federate, dataset, build, whole):
+def run_one(own, federate, dataset, build, command):
     """One run, in each of its ranks: federate() with these flags. Returns the Run.
 
-    whole  the flags of the command if it has several runs, or None
+    command  the flags of the command if it has several runs, or None
 
     The second round is rehearsed: it begins again, as in a new program, from a copy of the state
     that the first one has yielded. See compare_rounds.
@@ -193,10 +201,11 @@ def run_one(own, federate, dataset, build, whole):
     device, own.precision = devices.set_up(own.device, own.precision, own.model)
     clients, model = assemble(own, dataset, build)
     setup = f"clients: {len(clients.train)}, participating: {clients.participating}"
-    if own.sample or "hull_dim" not in own:  # a hull has as many corners as it has
+    # Without --sample the hull trains all corners, and nobody knows yet how many
+    if own.sample or "hull_dim" not in own:
         setup += f", in a round: {clients.per_round}"
     ranks.say_once(f"{setup}; {device}, {own.precision}, processes: {ranks.COUNT}")
-    run = runs.Run(own, dataset, clients, model, device, whole)
+    run = runs.Run(own, dataset, clients, model, device, command)
 
     def begin(clients, model, state, progress):
         trainer = Trainer(
@@ -258,12 +267,12 @@ def compare_rounds(old, first, second):
     if not w.is_cuda:
         here, there = runs.cells(row), runs.cells(other_row)
         differ += [column for column in here if here[column] != there.get(column)]
-    # In all processes, or the others would wait
-    if differ := max(ranks.exchange(differ), key=len):
-        raise UserError(
-            f"round {state['t']} comes to another {few(differ)} if it begins again from the state "
-            f"of the round before: {CONTRACT}"
-        )
+    for of_rank in ranks.exchange(differ):  # in all processes, or the others would wait
+        if of_rank:
+            raise UserError(
+                f"round {state['t']} comes to another {few(of_rank)} if it begins again from the "
+                f"state of the round before: {CONTRACT}"
+            )
 
 
 def plans_of(sides, seeds, domains):
@@ -283,15 +292,15 @@ def changed(args, **changes):
     return Namespace(**(vars(args) | changes))
 
 
-def verdict(runs, prediction, shows_in):
+def verdict(found, prediction, shows_in):
     """Prints what the idea predicts for the example, and what these runs gave."""
-    label, baseline, *_ = runs
-    found = []
+    label, baseline, *_ = found
+    texts = []
     holds = True
     for column, side in shows_in.items():
-        scores = [[table.score(run, column) for run in runs[name]] for name in (label, baseline)]
+        scores = [[table.score(run, column) for run in found[name]] for name in (label, baseline)]
         here, there = np.mean(scores, axis=1).round(1)  # what is printed as equal is a tie
         holds = holds and (here > there if side == "above" else here < there)
-        found.append(f"{column} is {here:.1f} ({label}) and {there:.1f} ({baseline})")
-    print(f"\nPrediction: {prediction}.\nThis run: {', '.join(found)}.", end=" ")
+        texts.append(f"{column} is {here:.1f} ({label}) and {there:.1f} ({baseline})")
+    print(f"\nPrediction: {prediction}.\nThis run: {', '.join(texts)}.", end=" ")
     print("As predicted." if holds else "This is NOT as predicted.")

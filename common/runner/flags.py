@@ -16,7 +16,7 @@ from common import RunError, UserError, data, few, models
 from common.splits import PARTITIONS
 
 # Flags that move no number: where a run computes, and where its files lie. The images of a folder
-# are compared by their fingerprint
+# are compared by its name and their fingerprint
 OF_A_MACHINE = {"resume", "out", "device", "processes", "data_dir", "dataset", "compare"}
 NEEDS = {  # flag -> the values of another flag with which it changes anything
     "dirichlet": ("partition", ["dirichlet"]),
@@ -71,8 +71,9 @@ def add_shared_flags(parser, example):
 
     example  the data set of the method's example
     """
-    # What only some methods have as a flag
+    # Only some methods have these as flags
     parser.set_defaults(held_out=None, iterations=1, later_rounds=0)
+    # No flags: the name of a row, the round in which its run stops, and what parse() adds
     parser.set_defaults(name=None, stop=None, is_example=False)
     add = parser.add_argument_group("settings").add_argument
     add("--dataset", default=example,
@@ -211,7 +212,7 @@ def parse(file, doc, settings, small, own_flags, argv=None):
 
 
 def own_modules():
-    """The files of the modules that this program has imported, but of what is installed."""
+    """The files of the modules that this program has imported, except of what is installed."""
     installed = rf".*(site|dist)-packages|.*torchinductor|{re.escape(sysconfig.get_path('stdlib'))}"
     own = rf"(?!{installed}).*[/\\].*\.py$"
     files = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
@@ -280,8 +281,8 @@ def as_typed(parser, values):
             continue
         is_switch = action.nargs == 0
         is_list = action.nargs not in (0, None, "?")
-        kinds = isinstance(value, bool), isinstance(value, list) and value != []
-        if kinds != (is_switch, is_list):
+        fits = isinstance(value, bool) == is_switch and isinstance(value, list) == is_list
+        if not fits or value == []:
             parser.error(f"{action.option_strings[0]} cannot be {value}")
         if not is_switch:
             words = value if is_list else [value]
@@ -348,16 +349,19 @@ def refuse_others(folder, saved, flags):
 
 
 def infer_partition(args, typed):
-    """Sets the partition if neither the user nor the data set's defaults say it.
+    """Sets the partition if the user has not, and drops angles by default that serve nothing.
 
-    It is domain with --test-domain or --rotate, and else dirichlet. Without domains of clients,
-    the angles in the defaults of a data set are left out. N, M and K have their defaults in
-    splits.divide and splits.participation.
+    With --test-domain it is domain, whatever the data set's defaults say. If they say nothing, it
+    is domain with --rotate, and else dirichlet. N, M and K have their defaults in splits.divide
+    and splits.participation.
     """
-    if "partition" not in typed and (args.test_domain or not args.partition):
-        args.partition = "domain" if args.test_domain or args.rotate else "dirichlet"
-    holds_one_domain = args.partition in ("domain", "silos")
-    if "rotate" not in typed and not holds_one_domain and not args.test_domain:
+    if "partition" not in typed:
+        if args.test_domain:
+            args.partition = "domain"
+        elif not args.partition:
+            args.partition = "domain" if args.rotate else "dirichlet"
+    needs_domains = args.test_domain or args.partition in ("domain", "silos")
+    if "rotate" not in typed and not needs_domains:
         args.rotate = None
 
 

@@ -3,7 +3,8 @@
 A run can be killed at any time, and goes on with `--resume`: each file is written whole, and the
 checkpoint is some 30 seconds old. It takes its place when the round after it has ended, so it is
 never that of the last round. So a resumed run repeats a round, and notices if that comes out
-otherwise. Until it has repeated all rounds in metrics.csv, only the checkpoint changes.
+otherwise. Until it has repeated all rounds in metrics.csv, only the checkpoint changes, and one
+that has come out the same does not wait.
 """
 
 import csv
@@ -38,14 +39,17 @@ ON_THE_BAR = {  # column -> its name there
 class Run:
     """A run and its folder args.out.
 
-    whole     the flags of the command if it has several runs, whose folder gets them, or None
+    command   the flags of the command if it has several runs, whose folder gets them, or None
     state     what federate() yielded last, for the next round; {} in a new run. Its "w" or "theta"
               is the model
     rows      what metrics.csv holds, one dict per round, with numbers as numbers and lists as lists
     t         the last finished round
     ended     whether the run has come to its end
     recorded  the norms, as text, of the rounds in metrics.csv that it has to repeat
-    images    the same for all seeds: the name, and the number before a rotation
+    waiting   the file of a checkpoint that waits until another round has ended, or None
+    total     the round in which the run ends
+    images    which images these are: the data set's name, and their fingerprint before a rotation,
+              which is the same for all seeds
     about     what args.json holds: flags, data, and machines, see machine_of
     machine   see machine_in
 
@@ -53,16 +57,16 @@ class Run:
     if the folder is taken, if it belongs to other data, or if the ranks do not fit together.
     """
 
-    def __init__(self, args, data, clients, model, device, whole=None):
+    def __init__(self, args, data, clients, model, device, command=None):
         self.args = args
-        self.whole = whole
+        self.command = command
         self.clients = clients
         self.model = model
         self.classes = data.classes
         self.images = f"{data.name} {data.source or data.fingerprint()}"
         self.folder = Path(args.out)
         self.checkpoint = self.folder / "checkpoint.pt"
-        self.next = None  # the file that takes its place when another round has ended
+        self.waiting = None
         self.state = {}
         self.rows = []
         self.recorded = {}
@@ -109,13 +113,13 @@ class Run:
         has_other_length = refuse_others(
             self.folder, saved, {**vars(self.args), "data": self.images}
         )
-        machines = self.about["machines"] = before["machines"] + self.about["machines"]
-        then, now = machines[-2:]
-        others = [name for name in now if now[name] != then.get(name)]
+        machines = before["machines"]
+        now = machine_of(device)
+        others = [name for name in now if now[name] != machines[-1].get(name)]
         if others:
+            machines.append(now)
             say(f"{self.folder} began with another {few(others)}, so its numbers may differ")
-        else:
-            machines.pop()
+        self.about["machines"] = machines
         rows = []
         with suppress(Exception):  # metrics.csv is damaged, so there is nothing to compare
             rows = read_rows(self.folder)
@@ -204,15 +208,15 @@ class Run:
                 header = ["class", *(f"called {name}" for name in self.classes)]
                 lines = zip(self.classes, *confusion.T.tolist())
                 write_whole(self.folder / "confusion.csv", as_csv([header, *lines]))
-        if self.next:  # the round before was not the last one
-            self.next.replace(self.checkpoint)
-            self.next = None
+        if self.waiting:  # the round before was not the last one
+            self.waiting.replace(self.checkpoint)
+            self.waiting = None
         if time.monotonic() > self.save_at and self.t < self.total:
             content = {"state": self.state, "rows": self.rows}
-            if self.t in self.recorded:  # there has been a next round, so this one is not the last
+            if self.t in self.recorded:  # of before, so it need not wait
                 write_whole(self.checkpoint, content)
             else:
-                self.next = write_beside(self.checkpoint, content)
+                self.waiting = write_beside(self.checkpoint, content)
             self.save_at = time.monotonic() + SAVE_EVERY
 
     def _write_args(self):
@@ -220,9 +224,9 @@ class Run:
         if self.has_args:
             return
         self.has_args = True
-        if self.whole:
-            flags = {**vars(self.whole), "precision": self.args.precision}
-            write_whole(Path(self.whole.out) / "args.json", as_json({"flags": flags}))
+        if self.command:
+            flags = {**vars(self.command), "precision": self.args.precision}
+            write_whole(Path(self.command.out) / "args.json", as_json({"flags": flags}))
         if self.is_new:
             text = as_json(self.about)
             with open(self.folder / "args.json", "x") as file:
@@ -247,8 +251,8 @@ class Run:
             write_whole(self.folder / "model.pt", weights)
             plots.try_to(plots.clients, self)
             write_whole(self.folder / "args.json", as_json(self.about | {"finished": self.t}))
-            if self.next:
-                self.next.unlink()
+            if self.waiting:
+                self.waiting.unlink()
         self.state = {}  # a table of updates may be large
         self.model = None
         self.bar = None
@@ -285,7 +289,7 @@ def cells(row):
 
 
 def machine_of(device):
-    """What the last digits of a number depend on, beside flags, data and code, by name."""
+    """What a number's last digits depend on here, beside flags, data and code, by name."""
     chip = torch.backends.cpu.get_cpu_capability()
     chip += f" of {torch.cpu.get_capabilities().get('cpu_name')}"
     if device.type == "cuda":
@@ -305,11 +309,8 @@ def check_free(folder):
 
     A run that has not finished a round has left no more than a picture, so it may begin again.
     """
-
-    def is_taken(path):
-        return path.is_file() and path.name != "clients.png"
-
-    if folder.is_file() or any(map(is_taken, folder.rglob("*"))):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    if folder.is_file() or any(path.name != "clients.png" for path in files):
         raise UserError(f"{folder} is taken: choose another --out, or continue a run by --resume")
 
 
@@ -369,10 +370,13 @@ def as_csv(lines):
 
 def _plain(value):
     """A tensor, an array or a list as numbers that CSV and a checkpoint can hold, or None."""
-    with suppress(ValueError):  # of lists whose lengths differ
+    try:
         found = np.asarray(value.tolist() if isinstance(value, Tensor) else value)
-        if found.dtype.kind in "biuf":
-            return (found + 0).tolist()  # of bools, too, where True becomes 1
+    except ValueError:  # of lists whose lengths differ
+        return None
+    if found.dtype.kind not in "biuf":
+        return None
+    return (found + 0).tolist()  # of bools, too, where True becomes 1
 
 
 def _cell(value):

@@ -64,10 +64,11 @@ def unlike(rows):
 def score(run, column):
     """A run's number in the table: see measures.Measure. nan if nothing was measured."""
     found = [row[column] for row in run.rows if column in row]
-    kind = measure_of(column).table
-    if kind != "all":
-        found = found[-1:] if kind == "end" else found[-LAST:]
-    return (100 if in_percent(column) else 1) * float(np.mean(found)) if found else np.nan
+    if not found:
+        return np.nan
+    how_many = {"all": len(found), "end": 1}.get(measure_of(column).table, LAST)
+    mean = float(np.mean(found[-how_many:]))
+    return 100 * mean if in_percent(column) else mean
 
 
 def interval(differences):
@@ -80,13 +81,15 @@ def interval(differences):
 def show(value, column, sign=""):
     """A number of this column as text; shares are in percent already."""
     digits = DECIMALS.get(measure_of(column).unit, 3)
-    return f"{round(float(value), digits) + 0.0:{sign},.{digits}f}"  # where -0.0 becomes 0.0
+    return f"{float(value):{sign}z,.{digits}f}"  # z: -0.0 becomes 0.0
 
 
 def pm(values, column):
     """mean ± sample standard deviation of these numbers [n]."""
-    if len(values) < 2:
-        return "".join(show(value, column) for value in values)
+    if len(values) == 0:
+        return ""
+    if len(values) == 1:
+        return show(values[0], column)
     return f"{show(values.mean(), column)} ± {show(values.std(ddof=1), column)}"
 
 
