@@ -117,7 +117,7 @@ def start_and_stop(start, monkeypatch):
 
     def run_method(method, flags, round, folder):
         def stop(run, t):
-            if t == round and run.folder.name == folder:
+            if t == round and run.folder == Path(folder):
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:

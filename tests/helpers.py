@@ -18,7 +18,7 @@ from common.runner import compare, flags, runs
 from common.train import Trainer, set_weights
 
 ROOT = Path(__file__).parent.parent
-METHODS = ["fedavg", "entropy_weighting", "minimax_select", "convex_hull_select", "fediir", "uefl"]
+METHODS = compare.METHODS
 
 drawn = functools.cache(common.data.glyphs)
 
@@ -79,17 +79,6 @@ def prepared(method, words):
     clients, model = compare.assemble(args, data, build)
     trainer = Trainer(data, clients, model, local=compare.local_training(args), seed=args.seed)
     return args, data, clients, trainer
-
-
-def poison(client, t, seed, patch=setattr):
-    """In round t of the run with this seed the images of this client are NaN, so it diverges."""
-    batches = Trainer._batches
-
-    def poisoned(self, *where):
-        for x, y in batches(self, *where):
-            yield x * (torch.nan if (self.seed, *where[:2]) == (seed, client, t) else 1), y
-
-    patch(Trainer, "_batches", poisoned)
 
 
 def in_each_round(action, patch=setattr):
