@@ -81,17 +81,6 @@ def prepared(method, words):
     return args, data, clients, trainer
 
 
-def poison(client, t, seed, patch=setattr):
-    """In round t of the run with this seed the images of this client are NaN, so it diverges."""
-    batches = Trainer._batches
-
-    def poisoned(self, *where):
-        for x, y in batches(self, *where):
-            yield x * (torch.nan if (self.seed, *where[:2]) == (seed, client, t) else 1), y
-
-    patch(Trainer, "_batches", poisoned)
-
-
 def in_each_round(action, patch=setattr):
     """From now on, action(run, t) comes before round t of a run is recorded."""
     record = runs.Run.record

@@ -52,7 +52,7 @@ def on_tiny_data(folder):
 
 
 def child(method, flags, folder, first=lambda: None):
-    """A process that calls first() and then runs a method in this folder, as a shell would.
+    """A process that calls first() and runs method "--flag value ..." in this folder, as a shell.
 
     What it says goes to the files `out` and `err` there. It starts with everything imported.
     """
@@ -62,7 +62,7 @@ def child(method, flags, folder, first=lambda: None):
         sys.argv = [f"{method.__name__}.py"]
         first()
         with open("out", "a") as sys.stdout, open("err", "a") as sys.stderr:
-            launch(lambda: method.main(flags))
+            launch(lambda: method.main(flags.split()))
 
     process = multiprocessing.get_context("fork").Process(target=main)
     process.start()

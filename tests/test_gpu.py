@@ -15,20 +15,10 @@ from common.train import LocalTraining, Trainer, local_solver
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
-@pytest.fixture
-def full_precision():  # by hand: monkeypatch cannot undo an attribute that only __getattr__ gives
-    backends = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = [backend.allow_tf32 for backend in backends]
-    for backend in backends:
-        backend.allow_tf32 = False
-    yield
-    for backend, allowed in zip(backends, before):
-        backend.allow_tf32 = allowed
-
-
 @pytest.mark.parametrize("name", ["cnn", "convnet", "resblocks"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_training_on_a_gpu_is_training_on_a_cpu(tiny, trainer, name, optimizer, full_precision):
+def test_training_on_a_gpu_is_training_on_a_cpu(tiny, trainer, name, optimizer, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     local, deltas = LocalTraining(1, 16, 0.01, optimizer), []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
@@ -58,7 +48,7 @@ def test_several_processes_share_a_gpu(tmp_path):
     assert models[0] == models[1]
 
 
-def test_auto_takes_the_gpu_and_the_precision_of_its_hardware(full_precision):
+def test_auto_takes_the_gpu_and_the_precision_of_its_hardware():
     device, precision = set_up("auto", "auto", "resnet18")
     fast = torch.cuda.is_bf16_supported(False)
     assert (device.type, precision) == ("cuda", "bfloat16" if fast else "float32")

@@ -24,13 +24,13 @@ import fedavg
 import fediir
 import minimax_select
 import uefl
-from common import models, ranks
+from common import ranks
 
 HERE = Path(__file__).parent
 
 
 def call(method, more=""):
-    return [*CALLS[method].split(), "--out", method.__name__, *more.split()]
+    return f"{CALLS[method]} --out {method.__name__} {more}"
 
 
 def outcome(folder):
@@ -55,14 +55,13 @@ def said(folder):
 def folders(tmp_path_factory):
     """All methods in 1 and 9 processes, and in two that torchrun starts, in three folders."""
     top = tmp_path_factory.mktemp("ranks")
-    for name in ("1", "9", "torchrun"):
-        (top / name).mkdir()
+    (top / "torchrun").mkdir()
     program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {"PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
     with (top / "torchrun/out").open("w") as out, (top / "torchrun/err").open("w") as err:
         torchrun = subprocess.Popen(
             [sys.executable, *program, HERE / "ranks.py", top / "torchrun"],
-            stdout=out, stderr=err, env={**os.environ, **environment},
+            stdout=out, stderr=err, env=env,
         )  # fmt: skip
     for count in ("1", "9"):
         for method in CALLS:
@@ -89,7 +88,7 @@ def test_a_rank_that_is_killed_ends_the_run_in_one_line(folders, method, tmp_pat
     (line,) = said(tmp_path)
     assert process.exitcode == 1 and line.startswith(f"{name}.py: a process was ended by SIGKILL")
     assert line.endswith(f"continue with --resume {name}")
-    assert ended(method, ["--resume", name, "--processes", "2"], tmp_path) == 0, said(tmp_path)
+    assert ended(method, f"--resume {name} --processes 2", tmp_path) == 0, said(tmp_path)
     assert outcome(tmp_path / name) == outcome(folders / "1" / name)
 
 
@@ -112,17 +111,20 @@ def test_after_a_signal_the_run_goes_on_to_the_same_bytes(folders, tmp_path, kin
     flags, first = call(fedavg, f"--processes {processes}"), partial(signal_in_round_2, kind)
     assert ended(fedavg, flags, tmp_path, first) == 130
     assert said(tmp_path) == ["fedavg.py: stopped; continue with --resume fedavg"]
-    assert ended(fedavg, ["--resume", "fedavg"], tmp_path) == 0, said(tmp_path)
+    assert ended(fedavg, "--resume fedavg", tmp_path) == 0, said(tmp_path)
     assert outcome(tmp_path / "fedavg") == outcome(folders / "1/fedavg")
 
 
 @pytest.mark.parametrize("method", CALLS)
 @pytest.mark.usefixtures("start")
 def test_the_model_answers_as_the_table_says_by_hand(folders, method):
-    """Also those that never train. After a kill, other tests see the same metrics.csv."""
+    """To those that never train, whose other columns follow, and are by hand in test_train.py.
+
+    After a kill, other tests see the same metrics.csv.
+    """
     _, data, clients, trainer = helpers.prepared(method, CALLS[method])
-    weights = torch.load(folders / "9" / method.__name__ / "model.pt")
-    model, m = trainer.model.eval(), clients.participating
+    folder, model = folders / "9" / method.__name__, trainer.model.eval()
+    weights = torch.load(folder / "model.pt")
     if method is uefl:
         model.codebook.codewords.data = weights["codebook.codewords"]
     model.load_state_dict(weights)
@@ -131,22 +133,15 @@ def test_the_model_answers_as_the_table_says_by_hand(folders, method):
         found = model(data.x[samples] / 127.5 - 1)
         return (found[0] if method is uefl else found).argmax(1)
 
-    right = [(answers(samples) == data.y[samples]).numpy() for samples in clients.test]
-    row = helpers.read_rows(folders / "9" / method.__name__)[-1]
-    by_client = [of_client.mean() for of_client in right[m:]]
-    assert [*map(float, row["unseen_accuracies"].split())] == pytest.approx(by_client, rel=1e-5)
-    unseen = np.concatenate(right[m:]).mean()
-    assert float(row["unseen_accuracy"]) == pytest.approx(unseen, rel=1e-5)
-    gap = float(row["id_accuracy"]) - unseen
-    assert float(row["participation_gap"]) == pytest.approx(gap, abs=1e-5)
-    ranked = sorted(a for a, of_client in zip(by_client, right[m:]) if len(of_client) >= 10)
-    assert ("unseen_worst" in row) == bool(ranked)
-    if ranked:
-        assert float(row["unseen_worst"]) == pytest.approx(ranked[0], rel=1e-5)  # of at most ten
+    row = helpers.read_rows(folder)[-1]
+    silent = clients.test[clients.participating :]
+    right = [(answers(samples) == data.y[samples]).numpy().mean() for samples in silent]
+    assert [*map(float, row["unseen_accuracies"].split())] == pytest.approx(right, rel=1e-5)
+    assert ("unseen_worst" in row) == any(len(samples) >= 10 for samples in silent)
     ood = clients.tests["ood"]
     cells = np.zeros((3, 3), int)
     np.add.at(cells, (data.y[ood], answers(ood)), 1)
-    _, *lines = csv.reader((folders / "9" / method.__name__ / "confusion.csv").open())
+    _, *lines = csv.reader((folder / "confusion.csv").open())
     assert lines == [["abc"[c], *map(str, cells[c])] for c in range(3)]
     assert row["hits"] == " ".join(map(str, cells.diagonal()))
 
@@ -157,26 +152,27 @@ def test_the_cost_is_what_was_sent_and_trained_on_by_count(folders, method):
     """Also with 9 processes, and after a resume, because these have the same metrics.csv."""
     args, _, clients, trainer = helpers.prepared(method, CALLS[method])
     n, p = [len(samples) for samples in clients.train], len(trainer.initial)
-    everybody = range(clients.participating)
-    samples, numbers, words = 0, 0, [4] * len(everybody)
+    m, of_all = clients.participating, sum(n[: clients.participating])
+    samples, numbers, words = 0, 0, [4] * m
     if method in (minimax_select, convex_hull_select):  # the first uploads
-        samples += args.local_epochs * sum(n[k] for k in everybody)
-        numbers += 2 * p * len(everybody)
+        samples += args.local_epochs * of_all
+        numbers += 2 * p * m
     elif method is entropy_weighting:  # one entropy each
-        numbers += len(everybody)
+        numbers += m
     rows = helpers.read_rows(folders / "9" / method.__name__)
     for row, selected in zip(rows, helpers.selections(rows)):
-        samples += args.local_epochs * sum(n[k] for k in selected)
+        of_selected = sum(n[k] for k in selected)
+        samples += args.local_epochs * of_selected
         numbers += 2 * p * len(selected)
         if method is fedavg:  # power of choice: the model goes to all, and a loss comes back
-            samples += sum(n[k] for k in everybody)
-            numbers += len(everybody) + p * (len(everybody) - len(selected))
+            samples += of_all
+            numbers += m + p * (m - len(selected))
         elif method is fediir:  # a gradient of the classifier comes, and their mean goes
-            samples += sum(n[k] for k in selected)
+            samples += of_selected
             q = sum(weights.numel() for weights in trainer.model.classifier.parameters())
             numbers += 2 * q * len(selected)
         elif method is uefl:  # also e_k, the codewords that a client has, and once its new ones
-            numbers, width = numbers + len(selected), trainer.model.codebook.codewords.shape[1]
+            numbers, width = numbers + m, trainer.model.codebook.codewords.shape[1]
             for k, count in enumerate(map(int, row["codewords"].split())):
                 numbers += 2 * width * (count - 4)
                 if count > words[k]:
@@ -206,7 +202,7 @@ def two_nodes(tmp_path, calls, firsts=(nothing, nothing)):
         folder = tmp_path / str(rank)
         folder.mkdir(exist_ok=True)
         (folder / "err").unlink(missing_ok=True)
-        nodes.append(child(fedavg, calls[rank].split(), folder, first))
+        nodes.append(child(fedavg, calls[rank], folder, first))
     for process in nodes:
         process.join(20)
         process.kill()
@@ -222,32 +218,17 @@ def other_data():
     common.data.load = lambda name, *args: data
 
 
-def other_weights():
-    build = models.build
-
-    def moved(*args, **options):
-        model = build(*args, **options)
-        next(model.parameters()).data += 0.01
-        return model
-
-    models.build = moved
-
-
-OTHERS = {
-    "weights": ("", other_weights),
-    "lr": ("--lr 0.2", nothing),
-    "seeds": ("--seed 0 1", nothing),
-    "data": ("", other_data),
-}
+OTHERS = {"lr": ("--lr 0.2", nothing), "seeds": ("--seed 0 1", nothing), "data": ("", other_data)}
 
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_two_machines_that_differ_stop_in_one_line(tmp_path, what):
+    """Weights and clients that differ are in test_run.py."""
     more, first = OTHERS[what]
     found = two_nodes(tmp_path, [CALL, CALL + more], (nothing, first))
     for lines, code in found:
         assert code == 2 and len(lines) == 1 and f"differ in their {what}" in lines[0], found
-    assert what == "weights" or not list(tmp_path.glob("*/run"))
+    assert not list(tmp_path.glob("*/run"))
 
 
 def stop_after(rounds):
@@ -261,7 +242,7 @@ def stop_after(rounds):
 
 
 def test_a_machine_without_the_folder_does_not_leave_the_other_waiting(tmp_path):
-    ended(fedavg, f"{CALL} --processes 1".split(), tmp_path / "0", stop_after(1))
+    ended(fedavg, f"{CALL} --processes 1", tmp_path / "0", stop_after(1))
     (waits, first), (stops, second) = two_nodes(tmp_path, ["--resume run"] * 2)
     assert (first, second) == (1, 2) and "run/args.json cannot be read" in stops[0]
     assert waits == ["fedavg.py: another process has ended, so this one stops"]
@@ -270,8 +251,7 @@ def test_a_machine_without_the_folder_does_not_leave_the_other_waiting(tmp_path)
 def test_two_machines_resume_only_from_the_same_round(folders, tmp_path):
     """One has no checkpoint."""
     for rank, count in enumerate((2, 1)):
-        flags = f"{CALL} --processes 1".split()
-        ended(fedavg, flags, tmp_path / str(rank), stop_after(count))
+        ended(fedavg, f"{CALL} --processes 1", tmp_path / str(rank), stop_after(count))
     for lines, code in two_nodes(tmp_path, ["--resume run"] * 2):
         assert code == 2 and len(lines) == 1 and "differ in their round" in lines[0], lines
     assert not list(tmp_path.glob("*/run/model.pt"))

@@ -3,10 +3,8 @@ import csv
 import errno
 import importlib
 import itertools
-import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +21,6 @@ from helpers import (
     kept,
     outcome,
     parsed,
-    poison,
     read_rows,
     selections,
 )
@@ -39,7 +36,7 @@ import uefl
 from common import UserError, devices, ranks
 from common.runner import compare, flags, plots, runs
 from common.splits import make_clients
-from common.train import ADVICE
+from common.train import ADVICE, Trainer
 from results import report
 
 WU = (
@@ -81,22 +78,14 @@ def new_run(tiny, tmp_path, monkeypatch):
     return make
 
 
-@pytest.fixture(scope="module")
-def wholes(tmp_path_factory):
-    return tmp_path_factory.mktemp("whole")
-
-
 @pytest.fixture
-def whole(start, wholes, tmp_path):
-    """whole(method) is the folder of a run without baselines, or a copy of it."""
+def whole(start):
+    """whole(method) is the folder of a run without baselines."""
 
-    def copy(method):
-        done = wholes / method.__name__
-        if not done.exists():
-            shutil.copytree(start(method, CUTS[method] + "--no-compare --out whole"), done)
-        return Path(shutil.copytree(done, tmp_path / "whole", dirs_exist_ok=True))
+    def run(method):
+        return start(method, CUTS[method] + "--no-compare --out whole")
 
-    return copy
+    return run
 
 
 @pytest.fixture
@@ -113,13 +102,11 @@ def refused(start, launched):
 # ----------------------------------------------------------------------- the same bytes, and resume
 
 
-STOPS = [(method, 3) for method in CUTS] + [(fedavg, 2), (uefl, 2), (uefl, 4)]
-
-
-@pytest.mark.parametrize(("method", "stop"), STOPS)
-def test_a_run_that_was_stopped_goes_on_to_the_same_end(start, start_and_stop, whole, method, stop):
+@pytest.mark.parametrize("method", CUTS)
+def test_a_run_that_was_stopped_goes_on_to_the_same_end(start, start_and_stop, whole, method):
+    """UEFL's goes on where an iteration ends."""
     expected = outcome(whole(method))
-    start_and_stop(method, CUTS[method] + "--no-compare --out cut", stop, "cut")
+    start_and_stop(method, CUTS[method] + "--no-compare --out cut", 4, "cut")
     assert outcome(start(method, "--resume cut")) == expected
 
 
@@ -142,46 +129,11 @@ def test_baselines_are_ordinary_runs_that_anybody_can_start_by_hand(start, metho
         assert outcome(baseline) == outcome(hand)
 
 
-def test_a_baseline_stops_with_its_method_and_keeps_its_schedule(start, monkeypatch):
-    """A method that stops early must not give its baseline another cosine over args.rounds."""
-    rounds, seen = entropy_weighting.federate, []
-
-    def federate(args, *given, **state):
-        seen.append(args.rounds)
-        early = 2 if args.weighting == "entropy" else None
-        return itertools.islice(rounds(args, *given, **state), early)
-
-    monkeypatch.setattr(entropy_weighting, "federate", federate)
-    folder = start(entropy_weighting, CUTS[entropy_weighting])
-    assert len(read_rows(folder)) == len(read_rows(folder.parent / "run-equal")) == 2
-    assert {*seen} == {4}
-
-
-def test_a_picture_never_costs_the_table(start, launched, monkeypatch):
-    evaluate = fedavg.evaluate
-    wrong = {"accuracies": torch.zeros(2, 2, 2)}  # instead of a number for each client
-    monkeypatch.setattr(fedavg, "evaluate", lambda *given: evaluate(*given) | wrong)
-    code, lines = launched(fedavg, f"{CUTS[fedavg]} --no-compare", start)
-    assert code == 0 and "id_accuracy" in launched.out and Path("run/model.pt").exists()
-    assert "clients.png cannot be drawn (ValueError" in str(lines)
-
-
-def test_a_run_that_was_stopped_in_its_baseline_goes_on_there(start, start_and_stop, capsys):
-    folder = start(entropy_weighting, CUTS[entropy_weighting] + "--out whole").parent
-    printed = capsys.readouterr().out.replace("whole", "cut")
-    start_and_stop(entropy_weighting, CUTS[entropy_weighting] + "--out cut", 3, "cut-equal")
-    capsys.readouterr()
-    start(entropy_weighting, "--resume ./cut/")
-    for name in ("", "-equal"):
-        assert outcome(folder / f"cut{name}") == outcome(folder / f"whole{name}")
-    assert capsys.readouterr().out == printed
-
-
 # --------------------------------------------------------- a line that somebody changes in a copy
 
 
 TWELVE = CUTS[fedavg].replace("6", "12").replace("ting 4", "ting 9").replace("le 2", "le 4")
-TWELVE += "--no-compare --device cpu --precision float32 --out run "
+TWELVE += "--no-compare "
 HELPER = """
 import itertools, random
 import numpy as np, torch
@@ -190,16 +142,34 @@ count = itertools.count(1)
 
 def choose():
     return (torch.randperm(9)[:4] + random.randrange(9) + np.random.randint(9)) % 9
+
+def anybody(*given):
+    return torch.tensor(random.Random().sample(range(9), 4))
 """
 SELECT = "select(args, clients, trainer, w, t)"
-KEEPS = {  # what somebody writes in line 6 of FedAvg, or in place of the selection
-    "a variable": "(v := 0.9 * v + alpha @ w_k)",
-    "an object": "alpha @ w_k * next(helper.count)",
-    "the learning rate": "alpha @ w_k + 0 * (vars(trainer.local).update(lr=0.01 * t) or w)",
-    "the clients": "alpha @ w_k + clients.__dict__.setdefault('first', w)",
-    "a generator": "torch.tensor(helper.random.Random().sample(range(9), 4))",
-}
-REHEARSED = "if it begins again from the state of the round before: what a round needs is in"
+ROUND, ROW = "alpha @ w_k", "selected, losses)"
+COPIES = """
+alpha @ w_k -> (v := 0.9 * v + alpha @ w_k) -> round 2 comes to another model
+alpha @ w_k -> alpha @ w_k * next(helper.count) -> if it begins again from the state of the round
+alpha @ w_k -> alpha @ w_k + 0 * (vars(trainer.local).update(lr=0.01 * t) or w) -> another model
+alpha @ w_k -> alpha @ w_k + clients.__dict__.setdefault('first', w) -> another model
+alpha @ w_k -> alpha @ w_k * (1 + train.ranks.RANK) -> the processes differ in their weights:
+selected = select( -> selected = helper.anybody( -> the processes differ in their clients:
+args.rounds + 1 -> 2 + train.ranks.RANK -> the processes differ in their
+"w": w} -> "w": w, "v": v} -> unexpected keyword argument 'v'
+"w": w} -> "w": w, "v": lambda: 0} -> something else than numbers and tensors
+selected = select( -> args.lr = 1; selected = select( -> changes args.lr
+width=0.25 -> local_epoch=2 -> SETTINGS has local_epoch, which no flag is called
+width=0.25 -> optimizer="AdamW" -> argument --optimizer: invalid choice: 'AdamW'
+width=0.25 -> width=[0.1, 0.2] -> --width cannot be [0.1, 0.2]
+width=0.25 -> width=None -> argument --width: invalid float value: 'None'
+width=0.25 -> silos=3 -> --silos cannot be 3
+batch_size=32 -> batch_size=32.0 -> argument --batch-size: invalid int value: '32.0'
+rounds=20) -> rounds=True) -> --rounds cannot be True
+"alpha 1.0": {"dirichlet" -> "alpha 1.0": {"alfa" -> the baseline alpha 1.0 has alfa, which no flag
+"alpha 1.0" -> "Mine" -> two rows have one name: mine, Mine, alpha 100.0
+"alpha 1.0" -> 2: {"lr": 3}, "2" -> two rows have one name: mine, 2, 2
+"""  # what fedavg.py has, what somebody makes of it, and what is said
 
 
 @pytest.fixture
@@ -223,6 +193,13 @@ def mine(tmp_path, monkeypatch):
     return copy
 
 
+@pytest.mark.parametrize("change", COPIES.strip().splitlines())
+def test_a_mistake_in_a_copy_is_one_line(mine, refused, change):
+    """And it ends all processes."""
+    old, new, says = change.split(" -> ")
+    refused(mine(old, new), TWELVE + "--compare --processes 2", says)
+
+
 def test_a_line_that_draws_from_the_global_generators_is_the_same_run_anywhere(
     mine, start, start_and_stop, launched
 ):
@@ -236,39 +213,27 @@ def test_a_line_that_draws_from_the_global_generators_is_the_same_run_anywhere(
     assert outcome(start(mine(*change), "--resume cut")) == expected
 
 
-@pytest.mark.parametrize("what", KEEPS)
-@pytest.mark.parametrize("n", [1, 2])
-def test_what_a_round_keeps_beside_the_state_is_refused(mine, start, launched, what, n):
-    old = SELECT if what == "a generator" else "alpha @ w_k"
-    code, lines = launched(mine(old, KEEPS[what]), f"{TWELVE} --processes {n}", start)
-    says, rounds = REHEARSED, 1
-    if what == "a generator" and n == 2:  # one for each process
-        says, rounds = "the processes differ in their clients: ", 0
-    assert code == 2 and says in lines[-1], lines
-    assert len([*Path().glob("run/metrics.csv")]) == rounds
-
-
-def test_one_round_has_no_rehearsal_and_a_resumed_run_has_one(mine, start, launched):
+def test_one_round_has_no_rehearsal_and_a_resumed_run_has_one(mine, start, refused):
     """It compares all columns, because a client may make up its loss."""
-    method = mine("selected, losses)", "selected, losses + next(helper.count))")
+    method = mine(ROW, "selected, losses + next(helper.count))")
     start(method, TWELVE + "--rounds 1")
-    code, [*_, line] = launched(method, "--resume run --rounds 4", start)
-    assert code == 2 and f"round 2 comes to another train_loss {REHEARSED}" in line
+    refused(method, "--resume run --rounds 4", "comes to another train_loss if it begins again")
 
 
-def test_a_state_that_federate_does_not_take_is_refused(mine, refused):
-    method = mine('{"t": t, "w": w}', '{"t": t, "w": w, "v": v}')
-    refused(method, TWELVE, "unexpected keyword argument 'v'")
+def test_a_baseline_stops_with_its_method_and_keeps_its_schedule(mine, start):
+    """A method that stops early must not give its baseline another cosine over args.rounds."""
+    method = mine("args.rounds + 1", "1 + (2 if args.dirichlet == 0.1 else args.rounds)")
+    start(method, TWELVE + "--compare")
+    for folder in (Path("run"), Path("run-alpha-1.0")):
+        assert len(read_rows(folder)) == 2
+        assert '"rounds": 4,' in (folder / "args.json").read_text()
 
 
-def test_processes_that_end_after_other_rounds_are_refused(refused, monkeypatch):
-    rounds = fedavg.federate
-
-    def early(*given, **state):
-        return itertools.islice(rounds(*given, **state), 1 + ranks.RANK)
-
-    monkeypatch.setattr(fedavg, "federate", early)
-    refused(fedavg, TWELVE + "--processes 2", "the processes differ in their ")
+def test_a_picture_never_costs_the_table(mine, start, launched):
+    wrong = "{'accuracies': torch.zeros(2, 2, 2)}"  # instead of a number for each client
+    code, lines = launched(mine(ROW, f"{ROW} | {wrong}"), TWELVE, start)
+    assert code == 0 and "id_accuracy" in launched.out and Path("run/model.pt").exists()
+    assert "clients.png cannot be drawn (ValueError" in str(lines)
 
 
 def test_importing_a_piece_leaves_the_importers_generators_alone():
@@ -286,25 +251,21 @@ for method in {METHODS}:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
-def test_each_process_has_one_thread_whatever_main_has_set(start, launched, monkeypatch):
+def test_each_process_has_one_thread_whatever_main_has_set(mine, start, launched):
     """With two, the last digits differ, and a forked process may wait for ever."""
-    count = lambda *given: torch.tensor(float(torch.get_num_threads()))  # noqa: E731
-    monkeypatch.setattr(fedavg, "client_update", count)
+    method = mine("loss.detach()", "torch.tensor(float(torch.get_num_threads()))")
 
     def main(*given):
         torch.set_num_threads(2)
         return start(*given)
 
-    assert launched(fedavg, TWELVE + "--processes 2", main)[0] == 0
+    assert launched(method, TWELVE + "--processes 2", main)[0] == 0
     assert {row["train_loss"] for row in read_rows(Path("run"))} == {"1"}
 
 
-def test_what_is_kept_outside_federate_does_not_go_from_run_to_run(start, launched, monkeypatch):
-    measure, count = fedavg.evaluate, itertools.count(1)
-    counted = lambda *given: measure(*given) | {"my_seconds": next(count)}  # noqa: E731
-    monkeypatch.setattr(fedavg, "evaluate", counted)
-    words = f"{CUTS[fedavg]} --device cpu --rounds 2 --seed 1 2 --out two"
-    assert launched(fedavg, words, start)[0] == 0
+def test_what_is_kept_outside_federate_does_not_go_from_run_to_run(mine, start, launched):
+    method = mine(ROW, ROW + " | {'my_seconds': next(helper.count)}")
+    assert launched(method, TWELVE + "--compare --rounds 2 --seed 1 2", start)[0] == 0
     found = [read_rows(file.parent) for file in Path().rglob("metrics.csv")]
     assert [[row["my_seconds"] for row in rows] for rows in found] == [["1", "2"]] * 6
 
@@ -332,22 +293,22 @@ def test_a_file_of_weights_counts_as_code():
 def test_several_seeds_and_domains_are_runs_as_by_hand_and_resume_repeats_nothing(
     start, start_and_stop, capsys, monkeypatch
 ):
-    cut = CUTS[fediir].replace("dark", "all").replace("rounds 4", "rounds 2")
-    cut += "--gamma 9 --seed 1 2 --out all"
-    start_and_stop(fediir, cut, 2, "seed2")
+    words = CUTS[fediir].replace("rounds 4", "rounds 3") + "--gamma 9 --seed "
+    several = words.replace("dark", "all") + "1 2 --out all"
+    start_and_stop(fediir, several, 3, "all-fedavg/light/seed2")
     rounds = []
     in_each_round(lambda run, t: rounds.append(t), monkeypatch.setattr)
+    start(fediir, "--resume ./all/")
     start(fediir, "--resume all")
-    done = len(rounds)
-    start(fediir, "--resume all")
-    assert len(rounds) == done and done < 16  # there is nothing left to do
+    assert rounds == [2, 3, 1, 2, 3, 1, 2, 3]  # the rest of this run, and of two others
     printed = capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["report.py", "all", "all-fedavg"])
     report.main()  # whose numbers are checked in test_report.py
     differences = re.findall(r"[+-]\d.* to .*", capsys.readouterr().out)
     assert len(differences) == 1 and all(line in printed for line in differences)
-    by_hand = cut.replace("all", "light", 1).replace("1 2 --out all", "2 --no-compare --out hand")
-    assert outcome(Path("all/light/seed2")) == outcome(start(fediir, by_hand))
+    hand = start(fediir, words.replace("dark", "light") + "2 --out hand")
+    assert outcome(Path("all/light/seed2")) == outcome(hand)
+    assert outcome(Path("all-fedavg/light/seed2")) == outcome(Path("hand-fedavg"))
 
 
 def test_of_several_seeds_one_diverges_and_the_others_go_on(start, launched, monkeypatch, capsys):
@@ -355,8 +316,14 @@ def test_of_several_seeds_one_diverges_and_the_others_go_on(start, launched, mon
     words = CUTS[entropy_weighting] + "--seed 1 2 3 --processes 2 --out three"
     k = selections(read_rows(start(entropy_weighting, words + " --out whole") / "seed2"))[2][0]
     out = capsys.readouterr().out
+    batches = Trainer._batches
+
+    def poisoned(self, *where):
+        for x, y in batches(self, *where):
+            yield x * (torch.nan if (self.seed, *where) == (2, k, 3) else 1), y
+
     with monkeypatch.context() as patch:
-        poison(k, 3, 2, patch.setattr)
+        patch.setattr(Trainer, "_batches", poisoned)
         code, lines = launched(entropy_weighting, words, start)
     line = f"entropy_weighting.py: three/seed2: client {k} diverged in round 3: {ADVICE}"
     assert code == 2 and lines == [line]
@@ -370,19 +337,12 @@ def test_of_several_seeds_one_diverges_and_the_others_go_on(start, launched, mon
     assert outcome(Path("three/seed2")) == outcome(Path("whole/seed2"))
 
 
-@pytest.mark.parametrize("fails", [sys.exit, Path("gone").read_text])
-def test_of_several_seeds_one_ends_early_and_the_others_go_on(start, launched, monkeypatch, fails):
-    federate = fedavg.federate
-
-    def failing(args, *given, **state):
-        if args.seed == 2:
-            fails()
-        yield from federate(args, *given, **state)
-
-    monkeypatch.setattr(fedavg, "federate", failing)
-    code, lines = launched(fedavg, f"{CUTS[fedavg]} --no-compare --seed 1 2 3 --out three", start)
-    assert code == 2 and "fedavg.py: three/seed2: " in lines[-1]
-    assert re.search(r"^FedAvg +1 3 ", launched.out, re.M)  # the table counts the others
+@pytest.mark.parametrize("fails", ["raise SystemExit", "open('gone')"])
+def test_of_several_seeds_one_ends_early_and_the_others_go_on(mine, start, launched, fails):
+    method = mine("v = 0 * w", f"if args.seed == 2: {fails}")
+    code, lines = launched(method, TWELVE + "--seed 1 2 3", start)
+    assert code == 2 and "mine.py: run/seed2: " in lines[-1]
+    assert re.search(r"^mine +1 3 ", launched.out, re.M)  # the table counts the others
 
 
 # ----------------------------------------------------------------------------------------- mistakes
@@ -421,8 +381,6 @@ fedavg --out full-equal -> full-equal is taken: choose another --out
 fedavg --out full-equal/notes.txt -> notes.txt is taken
 entropy_weighting --out full -> full-equal is taken
 fedavg --resume nowhere -> nowhere/args.json cannot be read
-fedavg --resume torn -> args.json cannot be read
-uefl --resume other -> other was started by fedavg.py: resume it with that
 fedavg --partition iid --dirichlet 0.5 -> --dirichlet has no effect
 uefl --clients 9 -> --clients has no effect with --partition silos
 """
@@ -432,11 +390,8 @@ uefl --clients 9 -> --clients has no effect with --partition silos
 def test_a_mistake_is_one_clear_line_and_writes_nothing(mistake, launched, tmp_path):
     typed, says = mistake.split(" -> ")
     name, words = typed.split(" ", 1)
-    for folder in ("full-equal", "torn", "other"):
-        Path(folder).mkdir()
+    Path("full-equal").mkdir()
     Path("full-equal/notes.txt").write_text("mine")
-    Path("torn/args.json").write_text('{"method": "fed')
-    Path("other/args.json").write_text('{"flags": {"method": "fedavg", "precision": 0}}')
     before = sorted(tmp_path.rglob("*"))
     code, [line] = launched(importlib.import_module(name), words)
     assert code == 2 and launched.out == "" and len(line) < 400
@@ -473,17 +428,16 @@ def test_of_two_runs_that_start_together_the_second_is_refused(new_run):
     with pytest.raises(OSError, match=r"args\.json"):
         second.record({"t": 1, "w": torch.ones(2)}, {})
     assert outcome(first.folder) == before
-    assert json.loads(Path("run/args.json").read_text())["flags"]["lr"] == first.args.lr
+    assert '"lr": 0.1,' in Path("run/args.json").read_text()
 
 
-def test_before_a_round_has_ended_a_folder_is_free(start, launched, monkeypatch):
+def test_before_a_round_has_ended_a_folder_is_free(mine, start):
     """After a mistake of one's own in round 1, the same command runs again with other code."""
-    with monkeypatch.context() as patch:
-        patch.setattr(fedavg, "evaluate", lambda *given: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            start(fedavg, f"{CUTS[fedavg]} --no-compare")
-    assert [file.name for file in Path("run").iterdir()] == ["clients.png"]
-    start(fedavg, f"{CUTS[fedavg]} --no-compare --lr 0.3")
+    words = TWELVE + "--seed 1 2 --out two --resume"
+    with pytest.raises(UserError, match="division by zero"):
+        start(mine(SELECT, "1 / 0"), words)
+    assert {path.name for path in Path("two").glob("*/*")} == {"clients.png"}
+    start(fedavg, words)
 
 
 def test_what_a_copy_yields_is_converted_or_named(new_run, capsys):
@@ -492,8 +446,6 @@ def test_what_a_copy_yields_is_converted_or_named(new_run, capsys):
     assert "wrong is no number and no list of numbers" in capsys.readouterr().err
     (found,) = read_rows(Path("run"))
     assert [found.get(name) for name in (*row, "wrong")] == ["1 2.5", "0 1 2", "1", None]
-    with pytest.raises(UserError, match="something else than numbers and tensors"):
-        runs.copied({"mine": lambda: 0}, "cpu")
 
 
 def test_a_repeated_round_has_the_same_model(new_run):
@@ -504,33 +456,17 @@ def test_a_repeated_round_has_the_same_model(new_run):
     assert kept(Path("run"))["t"] == 1
 
 
-def test_federate_must_not_change_args(mine, refused):
-    """The trainer has read them already, and a resumed run would have others."""
-    refused(mine(SELECT, f"vars(args).update(lr=1) or {SELECT}"), TWELVE, "changes args.lr")
-
-
 def test_a_run_that_is_made_longer_repeats_a_round_and_changes_nothing_if_it_differs(
-    start, launched, monkeypatch
+    mine, start, refused
 ):
     """The server's step shrinks from round 3 on with a number that nobody yields."""
-    steps = []
-
-    def weights(by, sizes, plain=fedavg.train.averaging_weights):
-        steps.append(1)
-        return plain(by, sizes) * 0.9 ** max(0, len(steps) - 3)
-
-    monkeypatch.setattr(fedavg.train, "averaging_weights", weights)
-    words = CUTS[fedavg] + "--no-compare --rounds 4 --out other"
-    folder = start(fedavg, words)
+    change = ROUND, f"{ROUND} * 0.9 ** max(0, next(helper.count) - 3)"
+    folder = start(mine(*change), TWELVE + "--out other")
     others = [file for file in folder.iterdir() if file.name != "checkpoint.pt"]
     before = [file.read_bytes() for file in others]
     for _ in range(2):
-        steps.clear()
-        code, [*_, line] = launched(fedavg, "--resume other --rounds 5", start)
-        assert code == 2 and "has another norm than before" in line
+        refused(mine(*change), "--resume other --rounds 5", "has another norm than before")
         assert [file.read_bytes() for file in others] == before
-    monkeypatch.setattr(fedavg, "federate", lambda *args: 1 / 0)
-    assert outcome(start(fedavg, "--resume other")) == outcome(folder)  # there is nothing to do
 
 
 def test_there_is_a_checkpoint_every_30_seconds_and_never_of_the_last_round(new_run, monkeypatch):
@@ -568,18 +504,6 @@ def test_a_damaged_checkpoint_costs_rounds_and_no_run(start_and_stop, start, who
     assert "checkpoint.pt cannot be read" in capsys.readouterr().err
 
 
-def test_several_seeds_that_stop_before_the_first_round_can_go_on(start, monkeypatch):
-    def stop(run):
-        raise KeyboardInterrupt
-
-    words = f"{CUTS[fedavg]} --no-compare --seed 1 2 --out two --resume"
-    with monkeypatch.context() as patch:
-        patch.setattr(plots, "clients", stop)
-        with pytest.raises(KeyboardInterrupt):
-            start(fedavg, words)
-    start(fedavg, words)
-
-
 def test_before_anything_is_written_a_signal_only_stops(start, launched, monkeypatch):
     monkeypatch.setattr(runs, "check_free", lambda folder: signal.raise_signal(signal.SIGTERM))
     assert launched(fedavg, CUTS[fedavg], start) == (130, ["fedavg.py: stopped"])
@@ -588,15 +512,6 @@ def test_before_anything_is_written_a_signal_only_stops(start, launched, monkeyp
 # -------------------------------------------------------------------------------------------- flags
 
 
-SETTINGS = """
-local_epoch = 2 -> SETTINGS has local_epoch, which no flag is called
-optimizer = "AdamW" -> argument --optimizer: invalid choice: 'AdamW'
-batch_size = 32.0 -> argument --batch-size: invalid int value: '32.0'
-lr = [0.1, 0.2] -> --lr cannot be [0.1, 0.2]
-rounds = true -> --rounds cannot be True
-silos = 3 -> --silos cannot be 3
-lr = null -> argument --lr: invalid float value: 'None'
-"""
 CHANGES = """
 rounds = "many" -> argument --rounds: invalid int value: 'many'
 seeds = [] -> --seed cannot be []
@@ -605,40 +520,20 @@ precision = null -> argument --precision: invalid choice: 'None'
 images = 3 -> whole differs in data (3, now
 machines = 3 -> args.json cannot be read (TypeError
 code = [1] -> args.json cannot be read (TypeError
+code = {"fed -> args.json cannot be read (JSONDecodeError
+method = "uefl" -> whole was started by uefl.py: resume it with that
 """
-
-
-@pytest.mark.parametrize("setting", SETTINGS.strip().splitlines())
-def test_a_setting_that_nobody_can_type_is_refused(monkeypatch, setting):
-    name, value, says = re.split(" = | -> ", setting)
-    monkeypatch.setitem(fedavg.SETTINGS, "glyphs", {name: json.loads(value)})
-    with pytest.raises(UserError, match=re.escape(says)):
-        parsed(fedavg, "")
 
 
 @pytest.mark.parametrize("change", CHANGES.strip().splitlines())
 def test_args_that_are_of_another_kind_are_refused(whole, refused, change):
     folder = whole(fedavg)
-    before = outcome(folder)
-    about = json.loads((folder / "args.json").read_text())
+    before, file = outcome(folder), folder / "args.json"
     name, value, says = re.split(" = | -> ", change)
-    changed = about if name in about else about["flags"]
-    changed[name] = json.loads(value)
-    (folder / "args.json").write_text(json.dumps(about))
+    text = file.read_text().replace(f'"{name}":', f'"{name}": {value}, "was":')
+    file.write_text(text)
     refused(fedavg, "--resume whole", says)
     assert outcome(folder) == before
-
-
-def test_a_baseline_with_a_misspelt_flag_or_the_methods_name_is_refused():
-    """A copy in equal.py may have a baseline called equal."""
-    args = parsed(fedavg, "")
-    for name, flag, says in (
-        ("mine", "selektion", "baseline mine has selektion, which no flag is called"),
-        ("fedavg", "lr", "two rows have one name: FedAvg, fedavg"),
-    ):
-        with pytest.raises(UserError, match=says):
-            compare.sides_of(args, "FedAvg", {name: {flag: "random"}})
-    assert compare.sides_of(args, 1, {2: {"lr": 3}})[1].name == "2"  # a label may be a number
 
 
 def test_label_skew_does_not_inherit_the_rotations_of_silos():
@@ -660,7 +555,7 @@ def test_a_recorded_run_repeats(launched):
     rows = csv.DictReader((ROOT / "results/examples.csv").open())
     recorded = next(row for row in rows if row["experiment"] == "examples/minimax/rare")
     words = f"--seed {recorded['seed']} --rounds 5 --no-compare --device cpu --out run"
-    assert launched(minimax_select, words)[0] == 0
+    assert launched(minimax_select, words) == (0, [])  # also its pictures can be drawn
     found = read_rows(Path("run"))[-1]
     for column in ("round", "id_accuracy", "ood_accuracy", "rare_accuracy", "rare_selected"):
         assert float(found[column]) == pytest.approx(float(recorded[column]), abs=0.02)
@@ -715,7 +610,7 @@ def test_all_seeds_keep_the_precision_that_the_first_node_has_picked(start, monk
     assert devices.set_up("cpu", "auto", "cnn")[1] == "float32"
     start(fedavg, "--resume x --rounds 2")
     for args in folder.rglob("args.json"):
-        assert json.loads(args.read_text())["flags"]["precision"] == "bfloat16"
+        assert '"precision": "bfloat16"' in args.read_text()
     assert all(len(read_rows(folder / f"seed{seed}")) == 2 for seed in (1, 2))
 
 

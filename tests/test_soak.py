@@ -44,16 +44,16 @@ def works(pid):
 @pytest.mark.parametrize("method", CALLS)
 def test_killed_at_any_moment_it_ends_with_the_same_bytes(method, tmp_path):
     """Each start has 1 to 3 processes, and a kill or a SIGTERM hits any one of them."""
-    flags = [*CALLS[method].split(), "--rounds", "30"]
-    flags += ["--later-rounds", "10"] if "--later-rounds" in flags else []
+    flags = f"{CALLS[method]} --rounds 30 "
+    flags += "--later-rounds 10 " if "--later-rounds" in flags else ""
     began = time.monotonic()
-    child(method, [*flags, "--out", "whole/run"], tmp_path).join()
+    child(method, flags + "--out whole/run", tmp_path).join()
     took, expected = time.monotonic() - began, outcomes(tmp_path / "whole")
 
     draw, folder, kills = random.Random(0), tmp_path / "cut/run", 0
     while kills < KILLS or folder.exists():
-        more = ["--out", "cut/run", "--resume", "--processes", str(draw.randint(1, 3))]
-        process = child(method, [*flags, *more], tmp_path)
+        more = f"--out cut/run --resume --processes {draw.randint(1, 3)}"
+        process = child(method, flags + more, tmp_path)
         process.join(draw.uniform(0, took / 2) if kills < KILLS else None)
         if process.is_alive():
             ranks = ranks_of(process.pid)
@@ -80,15 +80,14 @@ def test_a_full_disk_ends_the_run_and_resume_goes_on(tmp_path, size):
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting a small disk takes root")
     try:
-        flags = CALLS[fedavg].split()
-        child(fedavg, [*flags, "--out", "whole"], tmp_path).join()
-        full = child(fedavg, [*flags, "--out", str(disk / "run")], tmp_path)
+        child(fedavg, f"{CALLS[fedavg]} --out whole", tmp_path).join()
+        full = child(fedavg, f"{CALLS[fedavg]} --out {disk}/run", tmp_path)
         full.join()
         said = (tmp_path / "err").read_text()
         assert full.exitcode == 1 and "Traceback" not in said
         assert said.splitlines()[-1].startswith("fedavg.py: ")
         subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
-        again = child(fedavg, ["--resume", str(disk / "run")], tmp_path)
+        again = child(fedavg, f"--resume {disk}/run", tmp_path)
         again.join()
         assert again.exitcode == 0 and outcome(disk / "run") == outcome(tmp_path / "whole")
     finally:
