@@ -1,4 +1,3 @@
-import argparse
 import copy
 from functools import partial
 
@@ -19,10 +18,7 @@ def parameters(model):
 def test_a_resnet18_without_pretrained_weights_answers_each_image_alone():
     """Also in training, because it has group norm."""
     model, x = build("resnet18", (3, 32, 32), 7), torch.rand(2, 3, 32, 32)
-    logits = model(x)
-    assert logits.shape == (2, 7)
-    assert torch.equal(logits, model.classifier(model.features(x)))
-    assert torch.allclose(logits[:1], model(x[:1]), atol=1e-5)
+    assert torch.allclose(model(x)[:1], model(x[:1]), atol=1e-5)
 
 
 def test_the_cnn_has_as_many_parameters_as_its_paper_says():
@@ -95,8 +91,7 @@ def test_pretrained_weights_give_torchvisions_features_with_frozen_statistics(
 
 def test_a_file_of_weights_that_would_run_code_is_refused_in_one_line(tmp_path):
     file = str(tmp_path / "weights.pth")
-    state = torchvision.models.resnet18().state_dict()
-    torch.save({"model": state, "flags": argparse.Namespace()}, file)
+    torch.save(nn.ReLU(), file)
     says = rf"^.* cannot be loaded from {file} \(UnpicklingError\): give .*$"
     with pytest.raises(UserError, match=says):
         build("resnet18", (3, 32, 32), 5, pretrained=file)

