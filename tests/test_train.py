@@ -181,16 +181,18 @@ def test_an_evaluation_by_hand(tiny, trainer):
 
 
 def test_clients_that_never_train_by_hand():
-    """One has nine samples, too few to be among the worst, and two of the eleven are a tenth.
-
-    Their accuracy and the gap are among what test_ranks.py finds by hand.
-    """
+    """One has nine samples, too few to be among the worst, and two of the eleven are a tenth."""
     silent = torch.zeros(12, 2, 2)
     silent[:, 0, 0] = torch.tensor([0, 9, 1, 8, 3, 2, 7, 9, 9, 5, 6, 4])
     silent[:, 0, 1] = 10 - silent[:, 0, 0]
     silent[0, 0, 1] = 9
     row = by_client(silent[1:3], silent)
-    assert row["unseen_worst"].item() == pytest.approx((0.1 + 0.2) / 2)
+    for column, expected in {
+        "unseen_accuracy": 63 / 119,
+        "unseen_worst": (0.1 + 0.2) / 2,
+        "participation_gap": 10 / 20 - 63 / 119,
+    }.items():
+        assert row[column].item() == pytest.approx(expected), column
 
 
 # ------------------------------------------------------------------------------- what is not finite
