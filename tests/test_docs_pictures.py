@@ -52,4 +52,3 @@ def test_the_ends_with_so_many_participants_repeat_from_the_csv():
     lines = runs["unseen/glyphs-40/hull"][850]
     numbers = [100 * float(line["unseen_worst"]) for line in lines if line["unseen_worst"]]
     assert found[2][0] == pytest.approx(sum(numbers[-5:]) / 5)
-    assert len(found) == 4

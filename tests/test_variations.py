@@ -1,7 +1,7 @@
 """The diffs: each applies to the code, where its page's commands run and its checks pass.
 
-The checks of docs/variations/NAME.diff are the tests in tests/variations/NAME.py. All this is in a
-process of its own, on a patched copy of the code.
+The checks of NAME.diff are the tests in tests/variations/NAME.py. All this is in a process of its
+own, on a patched copy of the code. What a control's diff of one line does can be read in it.
 """
 
 import importlib
@@ -76,5 +76,5 @@ def test_a_diff_applies_and_does_what_its_page_says(name, tmp_path):
 
 def test_each_diff_has_its_paragraph_and_each_variation_its_checks():
     checks = {file.stem for file in (ROOT / "tests/variations").glob("*.py")}
-    assert {*SECTIONS} == {*DIFFS} and checks == {diff.stem for diff in VARIATIONS.glob("*.diff")}
+    assert {*SECTIONS} == {*DIFFS} and {diff.stem for diff in VARIATIONS.glob("*.diff")} <= checks
     assert all("    python " in text for text in SECTIONS.values())  # the command that uses it

@@ -2,12 +2,11 @@ import numpy as np
 import pytest
 import torch
 from common.noise import with_noise
+from helpers import ten_classes
 from scipy.stats import chisquare, trim_mean
 
 import convex_hull_select
 import minimax_select
-from common.chance import random_at
-from common.data import Dataset
 from common.evaluation import evaluate
 from common.splits import Clients
 from common.train import local_solver
@@ -17,18 +16,16 @@ CUT += "--partition dirichlet --dirichlet 0.5 --rounds 1 --lr 0.1 --no-compare "
 
 
 def test_the_requested_share_of_labels_changes_evenly_into_other_classes():
-    labels = torch.from_numpy(random_at(0, "test").integers(0, 4, 20_000))
-    clients = [*torch.arange(20_000).split(200)]
-    images = torch.zeros(20_000, 1, 1, 1, dtype=torch.uint8)
-    data = Dataset("labels alone", images, labels, labels, labels, [*"abcd"])
+    data = ten_classes(20_000)
+    labels, clients = data.y, [*data.train.split(200)]
     everybody = Clients(clients, [], 100, 1, [], {})
     noisy = with_noise(data, everybody, 0.3, 0.5, seed=0).y
     changed = torch.stack([(noisy[c] != labels[c]).float().mean() for c in clients])
     assert 18 <= (changed > 0).sum() <= 42  # 30 of 100, within 2.6 standard deviations
     assert abs(changed[changed > 0].mean() - 0.5) < 0.03
-    moves = (noisy - labels)[noisy != labels] % 4
-    assert chisquare(torch.bincount(moves, minlength=4)[1:].numpy()).pvalue > 1e-3
-    counts = [noisy[samples].bincount(minlength=4).tolist() for samples in clients]
+    moves = (noisy - labels)[noisy != labels] % 10
+    assert chisquare(torch.bincount(moves, minlength=10)[1:].numpy()).pvalue > 1e-3
+    counts = [noisy[samples].bincount(minlength=10).tolist() for samples in clients]
     assert everybody.label_counts.tolist() == counts  # a client counts its wrong labels
 
 
