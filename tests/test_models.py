@@ -36,21 +36,17 @@ def test_convnet_is_the_one_of_fediirs_paper_by_hand():
     assert torch.allclose(model.features(images), expected.mean((2, 3)), atol=1e-5)
 
 
-def is_torchvisions_resnet18_with_another_stem(ours, norm):
+def test_resnet18_for_cifar_is_torchvisions_with_another_stem():
     """For one batch, in training."""
+    ours, images = build("resnet18-cifar", (3, 32, 32), 10), torch.rand(4, 3, 32, 32)
+    norm = partial(nn.GroupNorm, 8)
     theirs = torchvision.models.resnet18(num_classes=10, norm_layer=norm)
     theirs.conv1, theirs.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
     theirs.load_state_dict(dict(zip(theirs.state_dict(), ours.state_dict().values())))
-    images = torch.rand(4, 3, 32, 32)
-    return torch.allclose(ours(images), theirs(images), atol=1e-4)
-
-
-def test_resnet18_for_cifar_is_torchvisions_with_another_stem():
-    ours, images = build("resnet18-cifar", (3, 32, 32), 10), torch.rand(2, 3, 32, 32)
     assert parameters(ours) == 11_173_962
-    assert is_torchvisions_resnet18_with_another_stem(ours, partial(nn.GroupNorm, 8))
+    assert torch.allclose(ours(images), theirs(images), atol=1e-4)
     tokens = build("resnet18-cifar", (3, 32, 32), 10, width=0.25, pooled=False).features(images)
-    assert tokens.shape == (2, 128, 4, 4)
+    assert tokens.shape == (4, 128, 4, 4)
 
 
 def test_group_norm_under_bfloat16_is_that_of_float32():
