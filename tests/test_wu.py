@@ -121,7 +121,7 @@ VARIANTS = f"""
 fedavg --weighting size
 fedavg --weighting equal --momentum 0.9
 fedavg --selection by_size
-fedavg --selection power_of_choice
+fedavg --selection power_of_choice --held-out 0
 fedavg --weight-decay 0.3 --lr-decay 0.5
 fedavg --weight-decay 0.3 --lr-decay 0.5 --optimizer adam --lr 0.01
 entropy_weighting
@@ -141,11 +141,13 @@ convex_hull_select --hull-dim 2 --sample 6 --selection random
 
 @pytest.mark.parametrize("variant", VARIANTS.strip().splitlines())
 def test_three_rounds_are_the_paper_by_hand(finished, variant):
-    """The statistics of batch norm move the model, and select nobody."""
+    """The statistics of batch norm move the model, and select nobody.
+
+    Without held-out samples there is no ID.
+    """
     name, _, flags = variant.partition(" ")
     run = finished(importlib.import_module(name), CUT + flags)
     data, trainer, w = run.data, run.trainer, run.trainer.initial
-    parameters = sum(p.numel() for p in trainer.model.parameters())
     counts = [data.y[samples].bincount() for samples in run.clients.train]
     h = np.array([scipy.stats.entropy(of_client) for of_client in counts])
     n = np.array([of_client.sum() for of_client in counts])
@@ -161,7 +163,7 @@ def test_three_rounds_are_the_paper_by_hand(finished, variant):
     if "table" in run.state:
         table = torch.stack([w - trained(0, k)[0] for k in range(6)])  # line 1
     for t, row in enumerate(run.rows, 1):
-        selected = selected_by_hand(run, w, table[:, :parameters], t)
+        selected = selected_by_hand(run, w, table[:, : trainer.parameters], t)
         assert run.selected[t - 1] == selected
         ends, losses = zip(*[trained(t, k) for k in selected])
         table[selected] = w - torch.stack(ends)
@@ -172,10 +174,12 @@ def test_three_rounds_are_the_paper_by_hand(finished, variant):
             assert float(row["objective"]) == pytest.approx(alpha @ h[selected], rel=1e-4)
     assert t == 3 and torch.allclose(run.state["w"], w, atol=1e-5)
     if "table" in run.state:
-        assert torch.allclose(run.state["table"], table[:, :parameters], atol=1e-5)
+        assert torch.allclose(run.state["table"], table[:, : trainer.parameters], atol=1e-5)
     answers = trainer.predict(w, data.test)[1]
     right = (answers == data.y[data.test]).double().mean()
     assert float(row["ood_accuracy"]) == pytest.approx(right.item(), abs=1e-5)
+    measures_id = any(column.startswith("id_") for column in row)
+    assert measures_id == ("--held-out 0" not in variant)
 
 
 ENDS = {
