@@ -12,15 +12,13 @@ from itertools import combinations
 
 import numpy as np
 from scipy.optimize import linprog
+from scipy.spatial.distance import cdist
+from scipy.special import softmax
 
 
 def derivative(function, at):
     steps = 1e-30j * np.eye(at.size).reshape(-1, *at.shape)
     return np.array([function(at + step).imag / 1e-30 for step in steps]).reshape(at.shape)
-
-
-def softmax(logits):
-    return np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
 
 
 def entropy_of(p):
@@ -52,7 +50,7 @@ def fedavg(w, clients, selected, lr, epochs, momentum):
                 # of one epoch:
                 #     steps = range(1)
                 for _ in steps:
-                    error = softmax(x @ end.T) - np.eye(len(w))[y]
+                    error = softmax(x @ end.T, -1) - np.eye(len(w))[y]
                     velocity = beta * velocity + error.T @ x / len(x)
                     # of losses summed over samples:
                     #     velocity = beta * velocity + error.T @ x
@@ -99,8 +97,7 @@ def minimax(**tables):
         g = np.array(table["g"], float)
         # of weights, 9 before training:
         #     g = 9 - np.array(table["g"], float)
-        length = np.sqrt((g * g).sum(1))
-        s = (g @ g.T / length / length[:, None]).round(9)
+        s = (1 - cdist(g, g, "cosine")).round(9)
         # of inner products:
         #     s = g @ g.T
         clients = range(len(g))
@@ -171,7 +168,7 @@ def risk_and_gradient(z, y, weight, bias):
     share = 1 / len(y)
     # of losses summed over samples:
     #     share = 1
-    p = softmax(z @ weight.T + bias)
+    p = softmax(z @ weight.T + bias, -1)
     error = share * (p - np.eye(len(bias))[y])
     risk = -share * np.log(p[range(len(y)), y]).sum()
     return risk, np.concatenate([(error.T @ z).ravel(), error.sum(0)])
@@ -280,11 +277,11 @@ def uefl(codewords, segments, tokens, may_use, task):
 
 
 def uefl_entropy(passes, without_dropout):
-    p = softmax(passes)
+    p = softmax(passes, -1)
     # of passes without dropout:
-    #     p = softmax(without_dropout[None])
+    #     p = softmax(without_dropout[None], -1)
     # of mean logits:
-    #     p = softmax(passes.mean(0))[None]
+    #     p = softmax(passes.mean(0), -1)[None]
     mean = p.mean(0)
     entropies = [entropy_of(row) for row in mean]
     # of single passes:
