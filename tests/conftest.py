@@ -87,7 +87,7 @@ def start(monkeypatch, tmp_path):
 def finished(start, monkeypatch):
     """finished(method, "--flag value ...") is a run: what it begins with, and what it leaves.
 
-    It has the flags, data, clients and trainer of helpers.prepared, its folder, the rows of
+    It has the flags, data, clients and trainer of helpers.prepared, the rows of
     metrics.csv, the clients selected in each round, and the last state.
     """
 
@@ -97,11 +97,10 @@ def finished(start, monkeypatch):
         keep = lambda run, yielded, row: state.update(yielded) or record(run, yielded, row)  # noqa: E731
         with monkeypatch.context() as patch:
             patch.setattr(Run, "record", keep)
-            folder = start(method, flags)
-        rows = read_rows(folder)
+            rows = read_rows(start(method, flags))
         return SimpleNamespace(
             args=args, data=data, clients=clients, trainer=trainer,
-            folder=folder, rows=rows, selected=selections(rows), state=state,
+            rows=rows, selected=selections(rows), state=state,
         )  # fmt: skip
 
     return run_method

@@ -134,14 +134,16 @@ def lines_of(said):
 # ---------------------------------------------------------------- training by hand
 
 
-def logits_by_hand(trainer, theta, samples):
+def loss_by_hand(trainer, theta, samples):
+    """The mean cross-entropy of these samples."""
     set_weights(trainer.model, theta)
-    return trainer.model(trainer.x[samples].float() / 127.5 - 1)
+    logits = trainer.model(trainer.x[samples].float() / 127.5 - 1)
+    return F.cross_entropy(logits, trainer.y[samples])
 
 
 def loss_and_gradient(trainer, theta, samples):
-    """The mean cross-entropy of these samples, and its gradient for all weights."""
-    loss = F.cross_entropy(logits_by_hand(trainer, theta, samples), trainer.y[samples])
+    """The same, and its gradient for all weights."""
+    loss = loss_by_hand(trainer, theta, samples)
     return loss, gradient_of(loss, trainer.model)
 
 
