@@ -4,20 +4,31 @@ import pytest
 import torch
 
 import fedavg
+import fediir
 import uefl
 from common.runner import compare
 
-CUT = "--rounds 3 --local-epochs 1 --batch-size 10 --lr 0.1 --evaluate-every 1 --no-compare "
-CUT += "--optimizer sgd --momentum 0 --partition domain --model resblocks --width 0.01 "
+SHARED = "--rounds 3 --local-epochs 1 --batch-size 10 --lr 0.1 --evaluate-every 1 --no-compare "
+SHARED += "--optimizer sgd --momentum 0 --partition domain "
+WITHOUT = """
+--gamma 0; --model convnet --width 0.1 --test-domain dark --clients 4 --sample 2; --weighting equal
+--codebook-size 0 --no-token-norm --dropout 0; --model resblocks --width 0.01;
+"""  # the method without its idea; what both have; what FedAvg has
 
 
-def test_uefl_without_its_idea_is_fedavg(finished):
-    """That FedIIR is FedAvg with gamma 0 follows from its rounds by hand."""
-    mine = finished(uefl, CUT + "--codebook-size 0 --no-token-norm --dropout 0")
-    theirs = finished(fedavg, CUT + "--out fedavg")
+@pytest.mark.parametrize("flags", WITHOUT.strip().split("\n"))
+def test_a_method_without_its_idea_is_fedavg(finished, flags):
+    without, shared, plain = flags.split(";")
+    mine = finished(fediir if "gamma" in without else uefl, SHARED + shared + " " + without)
+    theirs = finished(fedavg, f"{SHARED} {shared} {plain} --out fedavg")
     assert torch.allclose(mine.state["theta"], theirs.state["w"], atol=1e-6)
     for column in ("selected", "id_accuracy", "ood_accuracy", "hits"):
         assert [row[column] for row in mine.rows] == [row[column] for row in theirs.rows]
+
+
+def test_power_of_choice_takes_the_largest_losses_and_breaks_ties_by_id():
+    losses = torch.tensor([0.5, 0.9, 0.5, 0.1, 0.5])
+    assert fedavg.power_of_choice(losses, 3).tolist() == [0, 1, 2]
 
 
 # ---------------------------------------------------------------- the prediction for the example
