@@ -48,7 +48,7 @@ def test_the_page_on_uefls_paper_counts_the_runs_with_few_words():
 
 def test_the_ends_with_so_many_participants_repeat_from_the_csv():
     runs = recorded_runs()
-    found = participating.ends(runs, "hull", "unseen_worst")
+    found = participating.ends(runs, "glyphs", "hull", "unseen_worst")
     lines = runs["unseen/glyphs-40/hull"][850]
     numbers = [100 * float(line["unseen_worst"]) for line in lines if line["unseen_worst"]]
     assert found[2][0] == pytest.approx(sum(numbers[-5:]) / 5)
