@@ -46,7 +46,7 @@ class Run:
     t         the last finished round
     ended     whether the run has come to its end
     recorded  the norms, as text, of the rounds in metrics.csv that it has to repeat
-    waiting   the file of a checkpoint that waits until another round has ended, or None
+    next      the file of a checkpoint that waits until another round has ended, or None
     total     the round in which the run ends
     images    which images these are: the data set's name, and their fingerprint before a rotation,
               which is the same for all seeds
@@ -66,7 +66,7 @@ class Run:
         self.images = f"{data.name} {data.source or data.fingerprint()}"
         self.folder = Path(args.out)
         self.checkpoint = self.folder / "checkpoint.pt"
-        self.waiting = None
+        self.next = None
         self.state = {}
         self.rows = []
         self.recorded = {}
@@ -208,15 +208,15 @@ class Run:
                 header = ["class", *(f"called {name}" for name in self.classes)]
                 lines = zip(self.classes, *confusion.T.tolist())
                 write_whole(self.folder / "confusion.csv", as_csv([header, *lines]))
-        if self.waiting:  # the round before was not the last one
-            self.waiting.replace(self.checkpoint)
-            self.waiting = None
+        if self.next:  # the round before was not the last one
+            self.next.replace(self.checkpoint)
+            self.next = None
         if time.monotonic() > self.save_at and self.t < self.total:
             content = {"state": self.state, "rows": self.rows}
             if self.t in self.recorded:  # of before, so it need not wait
                 write_whole(self.checkpoint, content)
             else:
-                self.waiting = write_beside(self.checkpoint, content)
+                self.next = write_beside(self.checkpoint, content)
             self.save_at = time.monotonic() + SAVE_EVERY
 
     def _write_args(self):
@@ -251,8 +251,8 @@ class Run:
             write_whole(self.folder / "model.pt", weights)
             plots.try_to(plots.clients, self)
             write_whole(self.folder / "args.json", as_json(self.about | {"finished": self.t}))
-            if self.waiting:
-                self.waiting.unlink()
+            if self.next:
+                self.next.unlink()
         self.state = {}  # a table of updates may be large
         self.model = None
         self.bar = None
