@@ -213,7 +213,7 @@ class Run:
             self.next = None
         if time.monotonic() > self.save_at and self.t < self.total:
             content = {"state": self.state, "rows": self.rows}
-            if self.t in self.recorded:  # of before, so it need not wait
+            if self.t in self.recorded:  # it stood there before a stop, so it need not wait
                 write_whole(self.checkpoint, content)
             else:
                 self.next = write_beside(self.checkpoint, content)
