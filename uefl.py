@@ -55,15 +55,9 @@ from common.runner import compare, flags, launch
 
 
 class UEFL(nn.Module):
-    """Encoder, codebook and classifier. With a codebook of size 0, it is FedAvg's model.
+    """Encoder, codebook and classifier. With a codebook of size 0, it is FedAvg's model."""
 
-    precision   see models.Classifier
-    token_norm  a layer norm without parameters follows the encoder, in FedAvg, too. It is ours:
-                tokens after ReLUs point in similar directions, and would use few codewords
-    passes      T, of mc_dropout()
-    """
-
-    precision = "float32"
+    precision = "float32"  # see models.Classifier
 
     def __init__(self, features, codebook, classifier, token_norm, passes=20):
         super().__init__()
@@ -76,6 +70,7 @@ class UEFL(nn.Module):
         with models.in_precision(self, x):
             z = self.features(x).float()  # line 12
         z = z.reshape(*z.shape[:2], -1).mT
+        # Ours: tokens after ReLUs point in similar directions, and would use few codewords
         return F.layer_norm(z, z.shape[-1:]) if self.token_norm else z
 
     def forward(self, x, may_use=None):
