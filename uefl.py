@@ -76,14 +76,13 @@ class UEFL(nn.Module):
     def forward(self, x, may_use=None):
         """p = f_C(f_D(f_E(x))) (equation 1): x -> logits [N, C] and L_code."""
         c, code_loss, _ = self.codebook(self.encode(x), may_use)
-        with models.in_precision(self, x):
-            logits = self.classifier(c.mT).float()  # line 14, before p = softmax(logits)
+        logits = self.classifier(c.mT)  # line 14, before p = softmax(logits)
         return logits, code_loss
 
     def mc_dropout(self, c):
         """T passes of f_C with dropout on (section 3.4): codewords c [N, l, d] -> p [T, N, C]."""
         self.classifier.train()
-        return torch.stack([self.classifier(c.mT).float().softmax(1) for _ in range(self.passes)])
+        return torch.stack([self.classifier(c.mT).softmax(1) for _ in range(self.passes)])
 
 
 class ExtensibleCodebook(nn.Module):
