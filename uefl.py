@@ -96,18 +96,14 @@ class ExtensibleCodebook(nn.Module):
     codewords         the only parameter, [V, d / s]
     """
 
-    def __init__(
-        self, size: int, dim: int, segments: int = 1, commitment: float = 0.25, beta: float = 1.0
-    ):
+    def __init__(self, size, dim, segments=1, commitment=0.25, beta=1.0):
         super().__init__()
         if dim % segments:
             raise ValueError(f"tokens of {dim} channels cannot be cut into {segments} segments")
         self.commitment, self.beta = commitment, beta
         self.codewords = nn.Parameter(torch.randn(size, dim // segments))  # line 2, a Gaussian
 
-    def forward(
-        self, tokens: Tensor, may_use: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, tokens, may_use=None):
         """Tokens [N, l, d] -> codewords [N, l, d], L_code (equation 5), their indices [N, l, s].
 
         may_use  bool [V], the codewords that this client may use; by default all
@@ -137,7 +133,7 @@ class ExtensibleCodebook(nn.Module):
         return straight_through.view(tokens.shape), loss, indices.view(*tokens.shape[:-1], -1)
 
     @torch.no_grad()
-    def extend(self, codewords: Tensor) -> None:
+    def extend(self, codewords):
         """Adds codewords [v, d / s]. An optimizer like Adam must be made anew afterwards."""
         self.codewords.data = torch.cat([self.codewords, codewords.to(self.codewords)])
         self.codewords.grad = None  # it has the old shape
