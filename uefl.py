@@ -132,11 +132,9 @@ class ExtensibleCodebook(nn.Module):
         straight_through = z + (c - z).detach()
         return straight_through.view(tokens.shape), loss, indices.view(*tokens.shape[:-1], -1)
 
-    @torch.no_grad()
     def extend(self, codewords):
-        """Adds codewords [v, d / s]. An optimizer like Adam must be made anew afterwards."""
-        self.codewords.data = torch.cat([self.codewords, codewords.to(self.codewords)])
-        self.codewords.grad = None  # it has the old shape
+        """Adds codewords [v, d / s], as a new parameter, so the optimizer must be made anew."""
+        self.codewords = nn.Parameter(torch.cat([self.codewords, codewords.to(self.codewords)]))
 
 
 def client_update(model, batches, optimizer, may_use):

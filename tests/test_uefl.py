@@ -147,7 +147,7 @@ def test_a_whole_run_is_algorithm_1_by_hand(finished):
             set_weights(model, theta)
             e, right, code, perplexities = [], [], [], []
             for k, samples in enumerate(clients.test):  # line 22
-                with torch.no_grad():  # a graph would hold the old number of codewords
+                with torch.no_grad():
                     logits, code_loss, words, _ = losses_by_hand(args, trainer, samples, may_use[k])
                 perplexities.append(np.exp(scipy.stats.entropy(words.flatten().bincount())))
                 p = logits.softmax(1)
