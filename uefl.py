@@ -217,7 +217,8 @@ def federate(args, clients, trainer, t=0, iteration=1, theta=None, may_use=None,
     may_use  the codewords that each client may use, bool [K, V]: v_k in row k
     e        e_k at the end of the iteration before [K]
     """
-    n = clients.sizes[clients.ids]  # line 1: n_k of the silos that splits.silos() has drawn
+    ids = clients.ids
+    n = clients.sizes[ids]  # line 1: n_k of the silos that splits.silos() has drawn
     if t == 0:
         theta = trainer.initial  # line 2, with the codewords: see build_model()
         may_use = theta.new_ones(len(n), args.codebook_size).bool()
@@ -227,17 +228,17 @@ def federate(args, clients, trainer, t=0, iteration=1, theta=None, may_use=None,
     codebook.codewords.data = theta.new_zeros(may_use.shape[1], width)  # room for those in theta
     for iteration in range(iteration, args.iterations + 1):  # line 4
         last = args.rounds + (iteration - 1) * args.later_rounds  # line 23: later ones may be fewer
-        growing = clients.ids[uncertain(e, args.gamma).cpu()]  # line 8: at first nobody, as e_k = 0
+        growing = ids[uncertain(e, args.gamma).cpu()]  # line 8: at first nobody, as e_k = 0
         if len(growing) and t == last - args.later_rounds:  # a resumed run may begin later
             [words] = trainer.map(  # line 9: [new, v, d / s]
-                client_codewords, theta, growing, clients.train, t, {"k": clients.ids.tolist()},
+                client_codewords, theta, growing, clients.train, t, {"k": ids.tolist()},
                 size=args.codebook_size, seed=args.seed, t=t,
             )  # fmt: skip
             trainer.count(growing, 1, words[0].numel())
             train.set_weights(trainer.model, theta)
             codebook.extend(words.flatten(0, 1))  # line 9
             theta = train.get_weights(trainer.model)
-            owns = clients.ids[:, None] == growing.repeat_interleave(args.codebook_size)
+            owns = ids[:, None] == growing.repeat_interleave(args.codebook_size)
             may_use = torch.cat([may_use, owns.to(may_use.device)], dim=1)  # line 10
         # A client uses all weights but the codewords of others, with which theta begins: [K, P]
         uses = may_use.repeat_interleave(width, 1)
@@ -245,14 +246,11 @@ def federate(args, clients, trainer, t=0, iteration=1, theta=None, may_use=None,
         own = {"may_use": may_use}
         for t in range(t + 1, last + 1):  # line 5
             # Lines 6, 7, 19: theta goes to all clients; their weights [K, P] and losses [K] return
-            thetas, losses = trainer.train(
-                client_update, theta, clients.ids, t, own, sent=uses.sum(1)
-            )
+            thetas, losses = trainer.train(client_update, theta, ids, t, own, sent=uses.sum(1))
             theta = average(theta, thetas, n, uses)  # line 20
-            row = {"selected": clients.ids, "train_loss": losses.mean(), "iteration": iteration}
+            row = {"selected": ids, "train_loss": losses.mean(), "iteration": iteration}
             if t == last:
-                # Line 22
-                [e] = trainer.map(client_uncertainty, theta, clients.ids, clients.test, t, own)
+                [e] = trainer.map(client_uncertainty, theta, ids, clients.test, t, own)  # line 22
             if t == last or trainer.is_due(t):
                 row |= evaluate_silos(trainer, theta, t, may_use, args)
             state = {"t": t, "iteration": iteration, "theta": theta, "may_use": may_use, "e": e}
