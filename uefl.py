@@ -88,11 +88,9 @@ class UEFL(nn.Module):
 class ExtensibleCodebook(nn.Module):
     """Replaces each segment of a token by the nearest codeword that the client may use.
 
-    size              v, codewords at the start; with 0, tokens are returned unchanged, but in the
-                      codewords' type, with L_code 0 and no indices
+    size              v, codewords at the start; with 0, tokens are returned as they are
     dim, segments     d, the channels of a token, and s, the parts that it is cut into; s divides d
-    commitment, beta  weights of ||sg(c) - z||^2, which pulls tokens to codewords, and of
-                      ||c - sg(z)||^2, which pulls codewords to tokens
+    commitment, beta  the weights of ||sg(c) - z||^2 and of ||c - sg(z)||^2
     codewords         the only parameter, [V, d / s]
     """
 
