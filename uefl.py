@@ -196,11 +196,10 @@ def client_uncertainty(model, batches, may_use):
 
 @torch.no_grad()
 def client_codewords(model, batches, size, seed, t, k):
-    """Line 9 for one client: K-means centroids of all its segments, [size, d / s]."""
+    """Line 9 for one client: k-means++ and ten steps on all its segments, [size, d / s]."""
     width, rng = model.codebook.codewords.shape[1], random_at(seed, "codewords", t, k)
     segments = torch.cat([model.encode(x).reshape(-1, width) for x, _ in batches])
     with warnings.catch_warnings(action="ignore"):  # if segments are few or equal, so are codewords
-        # k-means++ and ten steps, on the segments of all training samples
         centroids, _ = kmeans2(segments.cpu().double().numpy(), size, minit="++", rng=rng)  # line 9
     return torch.from_numpy(centroids)
 
