@@ -282,7 +282,6 @@ PAPER = dict(
     later_rounds=20, model="resblocks", precision="float32",
     optimizer="adam", lr=1e-4, batch_size=1024, local_epochs=20,  # the authors' code
 )  # fmt: skip
-COLOUR = PAPER | dict(model="vgg16")
 SETTINGS = {
     "glyphs": PAPER | dict(
         silos=[3, 1, 1], silo_size=1000, model="cnn", width=0.25, codebook_size=6, commitment=0.02,
@@ -290,9 +289,9 @@ SETTINGS = {
     ),
     "other": PAPER,
     "mnist": PAPER | dict(codebook_size=32, gamma=0.3),
-    "gtsrb": COLOUR,
-    "cifar10": COLOUR | dict(gamma=0.2),
-    "cifar100": COLOUR | dict(silo_size=4000, segments=4),
+    "gtsrb": PAPER | dict(model="vgg16"),
+    "cifar10": PAPER | dict(model="vgg16", gamma=0.2),
+    "cifar100": PAPER | dict(model="vgg16", silo_size=4000, segments=4),
     "folder": PAPER | dict(model="resnet18", partition="domain", rotate=None),
 }  # fmt: skip
 QUICK = dict(
