@@ -50,7 +50,6 @@ from torch import Tensor
 from common import UserError, models, train
 from common.chance import random_at, seeded
 from common.evaluation import evaluate_silos
-from common.ranks import say_once
 from common.runner import compare, flags, launch
 
 
@@ -252,9 +251,7 @@ def federate(args, clients, trainer, t=0, iteration=1, theta=None, may_use=None,
                 row |= evaluate_silos(trainer, theta, t, may_use, args)
             state = {"t": t, "iteration": iteration, "theta": theta, "may_use": may_use, "e": e}
             yield state, row | trainer.cost()
-        if not uncertain(e, args.gamma).any():  # line 24
-            if iteration < args.iterations:
-                say_once(f"\nno silo is above the threshold, so the run ends after round {t}")
+        if not uncertain(e, args.gamma).any():  # line 24: nobody would get codewords
             return
 
 
