@@ -208,7 +208,6 @@ def federate(args, clients, trainer, t=0, iteration=1, theta=None, may_use=None,
 
     In the listing, lines 8 to 10 stand in the loop over rounds, while sections 3.1 and 3.2 add
     codewords once per iteration, as we do. Only the uncertain clients may use them (section 3.1).
-    Line 10 adds v of them, and so do we, while tables 11, 14 and 16 double the codebook.
 
     may_use  the codewords that each client may use, bool [K, V]: v_k in row k
     e        e_k at the end of the iteration before [K]
@@ -327,9 +326,7 @@ def own_flags(add) -> None:
 
 def main(argv: list[str] | None = None):
     args = flags.parse(__file__, __doc__, SETTINGS, SMALL, own_flags, argv)
-    # Both baselines get as many rounds as UEFL has taken. In appendix D (table 8) FedAvg has the
-    # epochs that suit it best, and UEFL's row is that of table 1
-    label = "UEFL"
+    label = "UEFL"  # both baselines get as many rounds as it has taken
     baselines = {"static": {"iterations": 1}, "FedAvg": {"codebook_size": 0, "iterations": 1}}
     if not args.codebook_size:
         label, args.iterations = "FedAvg", 1  # nobody is extended, so both baselines are the same
