@@ -36,10 +36,7 @@ class ExtensibleCodebook(nn.Module):
     def forward(self, tokens, may_use=None):
         """Tokens [N, l, d] -> codewords [N, l, d], L_code (equation 5), their indices [N, l, s].
 
-        may_use  bool [V], the codewords that this client may use; by default all
-
-        The backward pass copies the gradient from the output to the tokens. Raises ValueError for a
-        wrong `may_use`.
+        may_use  bool [V], the codewords that this client may use, at least one; by default all
         """
         v, tokens = len(self.codewords), tokens.to(self.codewords.dtype)
         if may_use is None:
