@@ -240,13 +240,11 @@ def federate(args, clients, trainer, t=0, iteration=1, theta=None, may_use=None,
             # Lines 6, 7, 19: theta goes to all clients; their weights [K, P] and losses [K] return
             thetas, losses = trainer.train(client_update, theta, ids, t, own, sent=uses.sum(1))
             theta = average(theta, thetas, n, uses)  # line 20
-            row = {"selected": ids, "train_loss": losses.mean(), "iteration": iteration}
             if t == last:
                 [e] = trainer.map(client_uncertainty, theta, ids, clients.test, t, own)  # line 22
-            if t == last or trainer.is_due(t):
-                row |= evaluate_silos(trainer, theta, t, may_use, args)
+            row = evaluate_silos(trainer, theta, t, losses, may_use, args, is_due=t == last)
             state = {"t": t, "iteration": iteration, "theta": theta, "may_use": may_use, "e": e}
-            yield state, row | trainer.cost()
+            yield state, row | {"iteration": iteration}
         if not uncertain(e, args.gamma).any():  # line 24: nobody would get codewords
             return
 

@@ -39,15 +39,19 @@ def evaluate(trainer, theta, t, selected, losses):
     return row
 
 
-def evaluate_silos(trainer, theta, t, may_use, args):
-    """The same for UEFL, whose clients may each use other codewords.
+def evaluate_silos(trainer, theta, t, losses, may_use, args, is_due=False):
+    """The same for UEFL, whose clients all train, and may each use other codewords.
 
     may_use  the codewords that each may use, bool [K, V]
     args     the flags; a silo is turned if its angle is not the first of --rotate
+    is_due   true if a round in which no evaluation is due is evaluated, too
 
     Whoever never trains has no codewords of its own, and may use everybody's.
     """
     clients, m = trainer.clients, len(may_use)
+    row = {"selected": clients.ids, "train_loss": losses.mean()}
+    if not is_due and not trainer.is_due(t):
+        return row | trainer.cost()
     codewords = may_use.sum(1)
     everybody = may_use.any(0)
     ids = torch.arange(len(clients.test))
@@ -61,7 +65,7 @@ def evaluate_silos(trainer, theta, t, may_use, args):
         numbers = torch.arange(len(pieces))
         of_pieces, *_ = trainer.map(of_words, theta, numbers, pieces, t, may_use=everybody)
         of_tests[name] = of_pieces.sum(0)
-    row = {"uncertainties": e, "mE": e.mean(), "codewords": codewords}
+    row |= {"uncertainties": e, "mE": e.mean(), "codewords": codewords}
     row |= by_client(of_clients, found[m:])
     row |= by_test(of_tests, of_clients)
     row["mA"] = row["accuracies"].mean()
@@ -73,7 +77,7 @@ def evaluate_silos(trainer, theta, t, may_use, args):
         if turned:
             row["turned_accuracy"] = row["accuracies"][turned].mean()
             row["turned_extended"] = (codewords[turned] > args.codebook_size).float().mean()
-    return row
+    return row | trainer.cost()
 
 
 @torch.no_grad()
