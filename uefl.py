@@ -209,12 +209,11 @@ def federate(args, clients, trainer, t=0, iteration=1, theta=None, may_use=None,
     may_use  the codewords that each client may use, bool [K, V]: v_k in row k
     e        e_k at the end of the iteration before [K]
     """
-    ids = clients.ids
-    n = clients.sizes[ids]  # line 1: n_k of the silos that splits.silos() has drawn
+    ids = clients.ids  # line 1: of the silos that splits.silos() has drawn
     if t == 0:
         theta = trainer.initial  # line 2, with the codewords: see build_model()
-        may_use = theta.new_ones(len(n), args.codebook_size).bool()
-        e = torch.zeros(len(n))  # line 3
+        may_use = theta.new_ones(len(ids), args.codebook_size).bool()
+        e = torch.zeros(len(ids))  # line 3
     codebook = trainer.model.codebook
     width = codebook.codewords.shape[1]
     codebook.codewords.data = theta.new_zeros(may_use.shape[1], width)  # room for those in theta
@@ -239,7 +238,7 @@ def federate(args, clients, trainer, t=0, iteration=1, theta=None, may_use=None,
         for t in range(t + 1, last + 1):  # line 5
             # Lines 6, 7, 19: theta goes to all clients; their weights [K, P] and losses [K] return
             thetas, losses = trainer.train(client_update, theta, ids, t, own, sent=uses.sum(1))
-            theta = average(theta, thetas, n, uses)  # line 20
+            theta = average(theta, thetas, clients.sizes[ids], uses)  # line 20
             if t == last:
                 [e] = trainer.map(client_uncertainty, theta, ids, clients.test, t, own)  # line 22
             row = evaluate_silos(trainer, theta, t, losses, may_use, args, is_due=t == last)
