@@ -111,8 +111,6 @@ class ExtensibleCodebook(nn.Module):
         usable = may_use.nonzero().flatten()
         if not v:
             return tokens, tokens.new_zeros(()), usable
-        if may_use.dtype != torch.bool or may_use.shape != (v,) or not len(usable):
-            raise ValueError(f"may_use must be bool [{v}] with at least one True")
         z = tokens.reshape(-1, self.codewords.shape[1])
         exact = "donot_use_mm_for_euclid_dist"  # of large, nearly equal numbers, too
         distances = torch.cdist(z, self.codewords[usable], compute_mode=exact)
