@@ -33,9 +33,9 @@ silo is a client, and sg(a) means that no gradient flows through a.
 
 Without flags this takes about two minutes on two cores, and shows that the turned silos get
 codewords of their own, which raise their accuracy by +6.8 (+5.5 to +8.1) points (12 seeds, 95 %
-interval). With CIFAR-10 the first 40 rounds put 14.4 million images through VGG16. We expect one to
-five days on two cores. An H100 took two hours, so a GPU with a quarter of its speed should take
-eight. All 120 rounds with both baselines are nine times as much, and --small takes minutes.
+interval). With CIFAR-10 an H100 took two hours for the first 40 rounds, in which 14.4 million
+images go through VGG16. We expect eight hours of a GPU with a quarter of its speed, and one to five
+days of two cores. All 120 rounds with both baselines are nine times as much; --small takes minutes.
 """
 
 import warnings
@@ -50,6 +50,7 @@ from torch import Tensor
 from common import UserError, models, train
 from common.chance import random_at, seeded
 from common.evaluation import evaluate_silos
+from common.ranks import say_once
 from common.runner import compare, flags, launch
 
 
@@ -75,13 +76,14 @@ class UEFL(nn.Module):
     def forward(self, x, may_use=None):
         """p = f_C(f_D(f_E(x))) (equation 1): x -> logits [N, C] and L_code."""
         c, code_loss, _ = self.codebook(self.encode(x), may_use)
-        logits = self.classifier(c.mT)  # line 14, before p = softmax(logits)
+        with models.in_precision(self, x):
+            logits = self.classifier(c.mT).float()  # line 14, before p = softmax(logits)
         return logits, code_loss
 
     def mc_dropout(self, c):
         """T passes of f_C with dropout on (section 3.4): codewords c [N, l, d] -> p [T, N, C]."""
         self.classifier.train()
-        return torch.stack([self.classifier(c.mT).softmax(1) for _ in range(self.passes)])
+        return torch.stack([self.classifier(c.mT).float().softmax(1) for _ in range(self.passes)])
 
 
 class ExtensibleCodebook(nn.Module):
@@ -103,7 +105,7 @@ class ExtensibleCodebook(nn.Module):
     def forward(self, tokens, may_use=None):
         """Tokens [N, l, d] -> codewords [N, l, d], L_code (equation 5), their indices [N, l, s].
 
-        may_use  bool [V], the codewords that this client may use, at least one; by default all
+        may_use  bool [V], what this client may use; by default all. A ValueError if it is nothing
         """
         v, tokens = len(self.codewords), tokens.to(self.codewords.dtype)
         if may_use is None:
@@ -111,6 +113,8 @@ class ExtensibleCodebook(nn.Module):
         usable = may_use.nonzero().flatten()
         if not v:
             return tokens, tokens.new_zeros(()), usable
+        if may_use.dtype != torch.bool or may_use.shape != (v,) or not len(usable):
+            raise ValueError(f"may_use must be bool [{v}] with at least one True")
         z = tokens.reshape(-1, self.codewords.shape[1])
         exact = "donot_use_mm_for_euclid_dist"  # of large, nearly equal numbers, too
         distances = torch.cdist(z, self.codewords[usable], compute_mode=exact)
@@ -149,9 +153,7 @@ def average(theta: Tensor, thetas: Tensor, sizes: Tensor, uses: Tensor) -> Tenso
     theta   the server's weights [P]; one that no client with samples uses stays as it is
     thetas  the clients' weights after training [K, P]
     sizes   n_k [K]
-    uses    bool [K, P], true if client k uses this weight
-
-    Section 3.2 has "the clients that utilize" a codeword: we take those that may use it.
+    uses    bool [K, P]; "the clients that utilize" a codeword (section 3.2): those that may use it
     """
     n = sizes.to(theta.device).float()[:, None] * uses  # float16 would end at 65,504 samples
     mean = (n * thetas).sum(0) / n.sum(0)  # line 20, also for the statistics of batch norm
@@ -242,7 +244,8 @@ def federate(args, clients, trainer, t=0, iteration=1, theta=None, may_use=None,
             row = evaluate_silos(trainer, theta, t, losses, may_use, args, is_due=t == last)
             state = {"t": t, "iteration": iteration, "theta": theta, "may_use": may_use, "e": e}
             yield state, row | {"iteration": iteration}
-        if not uncertain(e, args.gamma).any():  # line 24: nobody would get codewords
+        if not uncertain(e, args.gamma).any():  # line 24
+            say_once(f"\nno silo is above the threshold, so the run ends after round {t}")
             return
 
 
@@ -292,10 +295,7 @@ SMALL = {  # ours
     "folder": QUICK | dict(image_size=32, local_epochs=2, gamma=0.1),
 }
 EXAMPLE = dict(
-    prediction=(
-        "the model is least certain about the turned silos, so they get codewords of their own, "
-        "and gain accuracy over a codebook that is not extended"
-    ),
+    prediction="turned silos are least certain, so they get codewords, and beat a static codebook",
     shows_in={"turned_extended": "above", "turned_accuracy": "above"},
 )
 

@@ -244,9 +244,6 @@ class Run:
         """Saves the model and the picture. Returns this run."""
         self.bar.close()
         ranks.agree({"last round": self.t}, "end by what they share, and by no clock")
-        if not self.ended and self.t < self.total:
-            name = f"{self.args.name}, seed {self.args.seed}"
-            say_once(f"{name}: the method had no more to do after round {self.t} of {self.total}")
         if not self.ended and not ranks.RANK:
             self._write_metrics()  # in its place may be those of more rounds
             train.set_weights(self.model, weights_in(self.state))

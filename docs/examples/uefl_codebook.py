@@ -36,7 +36,7 @@ class ExtensibleCodebook(nn.Module):
     def forward(self, tokens, may_use=None):
         """Tokens [N, l, d] -> codewords [N, l, d], L_code (equation 5), their indices [N, l, s].
 
-        may_use  bool [V], the codewords that this client may use, at least one; by default all
+        may_use  bool [V], what this client may use; by default all. A ValueError if it is nothing
         """
         v, tokens = len(self.codewords), tokens.to(self.codewords.dtype)
         if may_use is None:
@@ -44,6 +44,8 @@ class ExtensibleCodebook(nn.Module):
         usable = may_use.nonzero().flatten()
         if not v:
             return tokens, tokens.new_zeros(()), usable
+        if may_use.dtype != torch.bool or may_use.shape != (v,) or not len(usable):
+            raise ValueError(f"may_use must be bool [{v}] with at least one True")
         z = tokens.reshape(-1, self.codewords.shape[1])
         exact = "donot_use_mm_for_euclid_dist"  # of large, nearly equal numbers, too
         distances = torch.cdist(z, self.codewords[usable], compute_mode=exact)
@@ -88,9 +90,7 @@ def average(theta: Tensor, thetas: Tensor, sizes: Tensor, uses: Tensor) -> Tenso
     theta   the server's weights [P]; one that no client with samples uses stays as it is
     thetas  the clients' weights after training [K, P]
     sizes   n_k [K]
-    uses    bool [K, P], true if client k uses this weight
-
-    Section 3.2 has "the clients that utilize" a codeword: we take those that may use it.
+    uses    bool [K, P]; "the clients that utilize" a codeword (section 3.2): those that may use it
     """
     n = sizes.to(theta.device).float()[:, None] * uses  # float16 would end at 65,504 samples
     mean = (n * thetas).sum(0) / n.sum(0)  # line 20, also for the statistics of batch norm
