@@ -31,11 +31,10 @@ silo is a client, and sg(a) means that no gradient flows through a.
     python uefl.py
     python uefl.py --dataset cifar10 --pretrained   (table 1; docs/uefl_paper.md has the others)
 
-Without flags this takes about two minutes on two cores, and shows that the turned silos get
-codewords of their own, which raise their accuracy by +6.8 (+5.5 to +8.1) points (12 seeds, 95 %
-interval). With CIFAR-10 an H100 took two hours for the first 40 rounds, in which 14.4 million
-images go through VGG16. We expect eight hours of a GPU with a quarter of its speed, and one to five
-days of two cores. All 120 rounds with both baselines are nine times as much; --small takes minutes.
+Without flags this takes about two minutes on two cores. Codewords of their own raise the turned
+silos' accuracy by +6.8 (+5.5 to +8.1) points (12 seeds, 95 % interval), but FedAvg has 6.1 more.
+With CIFAR-10 the first 40 rounds took an H100 two hours. We expect eight of a GPU with a quarter of
+its speed, one to five days of two cores, and nine times that for all 120 with both baselines.
 """
 
 import warnings
@@ -55,7 +54,7 @@ from common.runner import compare, flags, launch
 
 
 class UEFL(nn.Module):
-    """Encoder, codebook and classifier. With a codebook of size 0, it is FedAvg's model."""
+    """Encoder, codebook and classifier; with a codebook of size 0 FedAvg's, with normed tokens."""
 
     precision = "float32"  # see models.Classifier
 
@@ -66,7 +65,7 @@ class UEFL(nn.Module):
         self.token_norm, self.passes = token_norm, passes
 
     def encode(self, x):
-        """x -> tokens [N, l, d]: h w of them from a feature map [N, d, h, w], one from a vector."""
+        """x -> tokens [N, l, d]: l = h w of a map [N, d, h, w], and 1 of a vector."""
         with models.in_precision(self, x):
             z = self.features(x).float()  # line 12
         z = z.reshape(*z.shape[:2], -1).mT
@@ -116,12 +115,12 @@ class ExtensibleCodebook(nn.Module):
         if may_use.dtype != torch.bool or may_use.shape != (v,) or not len(usable):
             raise ValueError(f"may_use must be bool [{v}] with at least one True")
         z = tokens.reshape(-1, self.codewords.shape[1])
-        exact = "donot_use_mm_for_euclid_dist"  # of large, nearly equal numbers, too
+        exact = "donot_use_mm_for_euclid_dist"  # else distances of close, long vectors are 0
         distances = torch.cdist(z, self.codewords[usable], compute_mode=exact)
         indices = usable[distances.argmin(1)]  # line 13, equation 4
         c = self.codewords[indices]
-        # Both are means, and the first has a weight of 0.25, as in the authors' code. The paper
-        # has sums, and beta, without a value, for the second, where VQ-VAE has it for the first
+        # As in the authors' code both are means, with weights 0.25 and 1. The paper has sums, with
+        # 1 and beta, and no value for beta, which in VQ-VAE is the weight of the first
         loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
         loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
         # As in VQ-VAE, the task's gradient for c goes to z; codewords learn from L_code alone
@@ -182,7 +181,7 @@ def uncertain(entropies: Tensor, gamma: float) -> Tensor:
 
 @torch.no_grad()
 def client_uncertainty(model, batches, may_use):
-    """Line 22 for one client: e_k, the mean entropy of held-out samples, without their labels."""
+    """Line 22 for one client: e_k, the mean entropy of its test images, without their labels."""
     entropies = []
     for x, _ in batches:
         c, *_ = model.codebook(model.encode(x), may_use)
@@ -204,23 +203,24 @@ def federate(args, clients, trainer, t=0, iteration=1, theta=None, may_use=None,
     """Algorithm 1. Yields after each round the state to go on from, and what was measured.
 
     In the listing, lines 8 to 10 stand in the loop over rounds, while sections 3.1 and 3.2 add
-    codewords once per iteration, as we do. Only the uncertain clients may use them (section 3.1).
+    codewords once per iteration, as we do. Each uncertain client gets v of its own, as we read
+    section 3.1, so line 20 averages only the first v codewords over several clients.
 
     may_use  the codewords that each client may use, bool [K, V]: v_k in row k
     e        e_k at the end of the iteration before [K]
     """
-    ids = clients.ids  # line 1: of the silos that splits.silos() has drawn
+    ids = clients.ids  # line 1: those that train, whose images splits.silos() has drawn
     if t == 0:
         theta = trainer.initial  # line 2, with the codewords: see build_model()
         may_use = theta.new_ones(len(ids), args.codebook_size).bool()
         e = torch.zeros(len(ids))  # line 3
     codebook = trainer.model.codebook
     width = codebook.codewords.shape[1]
-    codebook.codewords.data = theta.new_zeros(may_use.shape[1], width)  # room for those in theta
+    codebook.codewords.data = theta.new_zeros(may_use.shape[1], width)  # as many as theta has
     for iteration in range(iteration, args.iterations + 1):  # line 4
         last = args.rounds + (iteration - 1) * args.later_rounds  # line 23: later ones may be fewer
         growing = ids[uncertain(e, args.gamma).cpu()]  # line 8: at first nobody, as e_k = 0
-        if len(growing) and t == last - args.later_rounds:  # a resumed run may begin later
+        if len(growing) and t == last - args.later_rounds:  # not amid an iteration, if resumed
             [words] = trainer.map(  # line 9: [new, v, d / s]
                 client_codewords, theta, growing, clients.train, t, {"k": ids.tolist()},
                 size=args.codebook_size, seed=args.seed, t=t,
@@ -229,9 +229,9 @@ def federate(args, clients, trainer, t=0, iteration=1, theta=None, may_use=None,
             train.set_weights(trainer.model, theta)
             codebook.extend(words.flatten(0, 1))  # line 9
             theta = train.get_weights(trainer.model)
-            owns = ids[:, None] == growing.repeat_interleave(args.codebook_size)
+            owns = ids[:, None] == growing.repeat_interleave(args.codebook_size)  # [K, new v]
             may_use = torch.cat([may_use, owns.to(may_use.device)], dim=1)  # line 10
-        # A client uses all weights but the codewords of others, with which theta begins: [K, P]
+        # theta begins with the codewords. A client uses those it may, and all that follows: [K, P]
         uses = may_use.repeat_interleave(width, 1)
         uses = F.pad(uses, (0, len(theta) - uses.shape[1]), value=True)
         own = {"may_use": may_use}

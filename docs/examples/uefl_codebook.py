@@ -47,12 +47,12 @@ class ExtensibleCodebook(nn.Module):
         if may_use.dtype != torch.bool or may_use.shape != (v,) or not len(usable):
             raise ValueError(f"may_use must be bool [{v}] with at least one True")
         z = tokens.reshape(-1, self.codewords.shape[1])
-        exact = "donot_use_mm_for_euclid_dist"  # of large, nearly equal numbers, too
+        exact = "donot_use_mm_for_euclid_dist"  # else distances of close, long vectors are 0
         distances = torch.cdist(z, self.codewords[usable], compute_mode=exact)
         indices = usable[distances.argmin(1)]  # line 13, equation 4
         c = self.codewords[indices]
-        # Both are means, and the first has a weight of 0.25, as in the authors' code. The paper
-        # has sums, and beta, without a value, for the second, where VQ-VAE has it for the first
+        # As in the authors' code both are means, with weights 0.25 and 1. The paper has sums, with
+        # 1 and beta, and no value for beta, which in VQ-VAE is the weight of the first
         loss = self.commitment * F.mse_loss(z, c.detach())  # line 15: z comes to c
         loss = loss + self.beta * F.mse_loss(c, z.detach())  # line 15: c comes to z
         # As in VQ-VAE, the task's gradient for c goes to z; codewords learn from L_code alone
