@@ -157,9 +157,9 @@ def _from_torchvision(name, root):
             labels.append(torch.as_tensor(part.targets).view(len(part.data)))  # one per image
     except Exception as e:  # torchvision raises anything from URLError to AssertionError
         raise UserError(
-            f"{name} is not in {root}/ and could not be downloaded or read ({first_line(e)}): if "
-            "its folder is there, it is damaged, and has to be removed; without a network, copy "
-            f"the files of torchvision's {name} there, or name their folder with --data-dir"
+            f"{name} is not in {root}/ and could not be downloaded or read ({first_line(e)}): "
+            f"without a network, copy what torchvision downloads for {name} there, or name its "
+            "folder with --data-dir; if you have done so, a file is damaged: remove its folder"
         ) from e
     x = torch.cat(images)
     y = torch.cat(labels)

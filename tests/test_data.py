@@ -235,7 +235,7 @@ def test_torchvisions_files_are_read(tmp_path, name, monkeypatch):
     assert data.train.tolist() == [0, 1, 2, 3] and data.test.tolist() == [4, 5]
     for file in tmp_path.rglob("*-ubyte"):
         os.truncate(file, 9)
-    with pytest.raises(UserError, match="it is damaged, and has to be removed; without a network"):
+    with pytest.raises(UserError, match="a file is damaged: remove its folder"):
         load(name, tmp_path)
 
 

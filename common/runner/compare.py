@@ -137,8 +137,11 @@ def run(args, federate, label, baselines, example, build=build_model):
         if (Path(args.out) / "args.json").exists():
             e.add_note(f"continue with --resume {args.out}")
         raise
-    if args.is_example and not failed and len(found) > 1:
-        verdict(found, **example)
+    if not failed and len(found) > 1:
+        if args.is_example:
+            verdict(found, **example)
+        else:
+            print("No verdict, because the prediction is of the example without flags.")
     if failed and not ranks.RANK:  # which still draws when another one of torchrun's has ended
         raise UserError("; ".join(failed))
     return found

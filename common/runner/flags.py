@@ -101,16 +101,16 @@ def add_shared_flags(parser, example):
         help="""which client holds which samples. dirichlet: different shares of the labels; iid:
         random equal parts; shards: equal parts with about two labels each; domain: one domain per
         client; silos: see --silos; rare: three clients hold a class that nobody else has;
-        specialists: most clients hold one class, the others all (default: the example's on glyphs,
+        specialists: most clients hold one class, the others all (if unset: the example's on glyphs,
         domain with --rotate or --test-domain, silos in uefl.py, else dirichlet)""")
     add("--dirichlet", type=positive, default=0.1, metavar="ALPHA",
         help="smaller: the clients' labels differ more")
     add("--clients", type=whole,
-        help="N, all clients (default: 100, or fewer on small data; or one per domain)")
+        help="N, all clients (if unset: 100, or fewer on small data; or one per domain)")
     add("--participating", type=whole,
-        help="M, clients that may train (default: 40 percent, or all)")
+        help="M, clients that may train (if unset: 40 percent, or all)")
     add("--sample", type=whole,
-        help="K, clients per round (default: M / 4, one per domain, all silos, or all vertices)")
+        help="K, clients per round (if unset: M / 4, one per domain, all silos, or all vertices)")
     add("--silos", type=within(int, 0), nargs="+", metavar="N", help="silos of each domain")
     add("--silo-size", type=whole, default=2000, help="training samples of each silo")
 
