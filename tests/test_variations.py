@@ -13,11 +13,13 @@ import runpy
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parent.parent  # not from helpers, which imports the code before it is patched
@@ -42,6 +44,7 @@ def check(name, tree):
     """In a new process: runs the commands, for two rounds. Says what fails in the checks, or ""."""
     os.chdir(tree)
     sys.path.insert(0, str(tree))
+    torch.set_num_threads(1)  # as launch() does, with which the page's commands begin
     Figure.savefig = lambda self, file, **options: Path(file).touch()  # pictures take half the time
     compare = importlib.import_module("common.runner.compare")
     run, short = compare.run, dict(rounds=2, later_rounds=1, local_steps=1, local_epochs=None)
@@ -69,8 +72,8 @@ def check(name, tree):
 @pytest.mark.parametrize("name", sorted(DIFFS))
 def test_a_diff_applies_and_does_what_its_page_says(name, tmp_path):
     apply(name, tmp_path)
-    with fresh.Pool(1) as process:
-        wrong = process.apply(check, (name, tmp_path))
+    with ProcessPoolExecutor(1, fresh) as process:  # raises an error if the process dies
+        wrong = process.submit(check, name, tmp_path).result()
     assert not wrong, wrong
 
 
