@@ -245,7 +245,7 @@ def federate(args, clients, trainer, t=0, iteration=1, theta=None, may_use=None,
             state = {"t": t, "iteration": iteration, "theta": theta, "may_use": may_use, "e": e}
             yield state, row | {"iteration": iteration}
         if not uncertain(e, args.gamma).any():  # line 24
-            say_once(f"\nno silo is above the threshold, so the run ends after round {t}")
+            say_once(f"\nround {t}: no silo is above the threshold, so nobody would get codewords")
             return
 
 

@@ -85,8 +85,8 @@ def load(name, root="data", image_size=96):
     root        folder of the data sets; downloads go there, too
     image_size  height and width to which a folder's images are scaled
 
-    Raises UserError if there is no such data set, if it cannot be read and cannot be downloaded, or
-    if a data set with a name has not as many images as it should, or those of another one.
+    Raises UserError if there is no such data set, or if it can be neither read nor downloaded. It
+    does so, too, if a public data set has other images or another number of them than it should.
     """
     root = Path(root)
     folder = Path(name)

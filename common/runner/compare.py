@@ -205,7 +205,7 @@ def run_one(own, federate, dataset, build, command):
     clients, model = assemble(own, dataset, build)
     setup = f"clients: {len(clients.train)}, participating: {clients.participating}"
     # Without --sample the hull trains all corners, and nobody knows yet how many. UEFL trains all
-    if own.sample or not {"hull_dim", "codebook_size"} & {*vars(own)}:
+    if own.sample or ("hull_dim" not in own and "codebook_size" not in own):
         setup += f", in a round: {clients.per_round}"
     ranks.say_once(f"{setup}; {device}, {own.precision}, processes: {ranks.COUNT}")
     run = runs.Run(own, dataset, clients, model, device, command)
